@@ -28,7 +28,7 @@ async def serve(folder: Path) -> None:
         plugins=[coordinator],
     )
     coordinator.register(scheduler)
-    coordinator.recall(folder / "jobs", died_at=0.0)
+    coordinator.replay(folder / "jobs", died_at=0.0)
     await scheduler
     print(scheduler.address, flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -108,8 +108,8 @@ class SimulatedWorker:
                 return
             for message in messages if isinstance(messages, list | tuple) else (messages,):
                 self.num_received += 1
-                if message.get("op") == "etrain_order":
-                    self.stream_handlers["etrain_order"](message["message"])
+                if message.get("op") == "etrain_message":
+                    self.stream_handlers["etrain_message"](message["message"])
 
     async def _beat(self) -> None:
         """Send Dask's own heartbeats, at the interval that the scheduler sets."""

@@ -40,7 +40,7 @@ class HeadCoordinator(Protocol):
         """Register request handlers before the scheduler starts listening."""
         return
 
-    def recall(self, folder: Path, *, died_at: float) -> None:
+    def replay(self, folder: Path, *, died_at: float) -> None:
         """Restore the previous scheduler's jobs from ``folder``, and keep records there.
 
         Args:

@@ -114,7 +114,7 @@ class Head:
         # Restore the jobs before the scheduler listens. Otherwise a kernel that reconnects early
         # would be refused because its job is unknown.
         self.coordinator.register(self.scheduler)
-        self.coordinator.recall(self._cluster.jobs, died_at=self._incarnation.died_at)
+        self.coordinator.replay(self._cluster.jobs, died_at=self._incarnation.died_at)
         handlers: dict[type[q.Request[Any]], Any] = {
             q.TouchCluster: self._touch,
             q.WantWorkers: self._want,

@@ -646,7 +646,7 @@ class MachineNotice(Message):
     machines' clocks differ."""
 
 
-ForwardedOrder = (
+ForwardedMessage = (
     JoinGeneration
     | LeaveGeneration
     | BreakGeneration
@@ -659,7 +659,7 @@ ForwardedOrder = (
 )
 """Messages to a trainer that its supervisor forwards undecoded."""
 
-ToTrainer = LaunchTrainer | InjectFault | ForwardedOrder
+ToTrainer = LaunchTrainer | InjectFault | ForwardedMessage
 ToSupervisor = (
     AcknowledgeReports
     | WakeSupervisor
@@ -732,7 +732,7 @@ AboutTrainer = ToTrainer | TerminateTrainer | LogStacks
 TO_TRAINER = Vocabulary[ToTrainer](ToTrainer, version=WIRE_VERSION)
 FROM_TRAINER = Vocabulary[FromTrainer](FromTrainer, version=WIRE_VERSION)
 STATUS_REPORT = Vocabulary[StatusReport](StatusReport, version=WIRE_VERSION)
-FORWARDED_ORDER = Vocabulary[ForwardedOrder](ForwardedOrder, version=WIRE_VERSION)
+FORWARDED = Vocabulary[ForwardedMessage](ForwardedMessage, version=WIRE_VERSION)
 TO_SUPERVISOR = Vocabulary[ToSupervisor](ToSupervisor, version=WIRE_VERSION)
 FROM_SUPERVISOR = Vocabulary[FromSupervisor | AnyReport](
     FromSupervisor | AnyReport, version=WIRE_VERSION

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from etrain_jupyter import __version__
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 """Version of the messages in ``wire.messages`` and ``wire.requests``. Increment it with each change
 that is incompatible with older versions."""
 

@@ -123,19 +123,19 @@ class Supervisor(WorkerPlugin):
         """Send the coordinator a hello and all unacknowledged reports, and warm up a spare."""
         self._worker = worker
         self._beat_s = BEAT_S  # a coordinator that wants another interval sets it after the hello
-        worker.stream_handlers["etrain_order"] = self._receive
+        worker.stream_handlers["etrain_message"] = self._receive
         self._is_connected = True
         self._bundles.begin(folder_of(worker.local_directory))
         self._notices.start()
         # Send the hello first, because a coordinator drops reports from unknown supervisors.
-        self._say_hello()
+        self._send_hello()
         for report in self._outbox.unacknowledged():
             self._send_encoded(report)
         if self._is_awake:
             self._beating = self._go(self._beat(worker))
             await self._start_spare()
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         self._send(
             m.SupervisorHello(
                 device=self._device,
@@ -171,7 +171,7 @@ class Supervisor(WorkerPlugin):
         if self._closing:
             return  # the Dask worker continues without this plugin, and messages may be in flight
         try:
-            if m.FORWARDED_ORDER.includes(message):
+            if m.FORWARDED.includes(message):
                 self._forward(message)
             else:
                 self._handle(m.TO_SUPERVISOR.decode(message))
@@ -179,15 +179,15 @@ class Supervisor(WorkerPlugin):
             # Otherwise Dask would close the connection, and all trainers would be killed.
             logger.exception("a message from the coordinator could not be handled")
 
-    def _forward(self, order: Encoded) -> None:
+    def _forward(self, message: Encoded) -> None:
         """Send a message on to its trainer, which checks the fields."""
-        trainer = self._trainers.get(order["trainer"])
+        trainer = self._trainers.get(message["trainer"])
         if trainer is None:
             return
-        trainer.send(order)
-        match m.FORWARDED_ORDER.class_of(order):
+        trainer.send(message)
+        match m.FORWARDED.class_of(message):
             case m.JoinGeneration:
-                self._statuses[trainer.name].enter(order["generation"])
+                self._statuses[trainer.name].enter(message["generation"])
             case m.ShutDownTrainer:
                 # It exits by itself, perhaps after a checkpoint. Its exit is no longer reported.
                 self._statuses.pop(trainer.name)
@@ -325,7 +325,7 @@ class Supervisor(WorkerPlugin):
         for trainer in ending:
             await trainer.wait()
         self._bundles.release_all()
-        self._say_hello()
+        self._send_hello()
 
     async def _kill_later(self, trainer: TrainerProcess) -> None:
         """Kill a released trainer that neither exits nor makes progress on its checkpoint."""

@@ -198,7 +198,7 @@ def linear_factors(
 
 def weights_of(job: RigJob) -> dict[str, torch.Tensor]:
     """Return the weights of the newest checkpoint, without the gates."""
-    found = open_newest(open_store(str(job.hosted.order.run_dir)), job_id=job.id)
+    found = open_newest(open_store(str(job.hosted.spec.run_dir)), job_id=job.id)
     state = load_model_state(found.files["model.safetensors"])
     return {name.removeprefix("model."): value for name, value in state.items()}
 

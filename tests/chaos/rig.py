@@ -80,13 +80,13 @@ class RigWorker:
         """Start its supervisor, which sends hello."""
         work = self.supervisor.setup(self)  # type: ignore[arg-type]
         await asyncio.create_task(work, context=self.context)
-        self.stream_handlers["etrain_order"] = self._receive
+        self.stream_handlers["etrain_message"] = self._receive
 
     def _receive(self, message: Message) -> None:
         """Handle a message without the product's net, so that the rig sees what goes wrong."""
         if self.supervisor._closing:
             return
-        if m.FORWARDED_ORDER.includes(message):
+        if m.FORWARDED.includes(message):
             self.supervisor._forward(message)
         else:
             self.supervisor._handle(m.TO_SUPERVISOR.decode(message))

@@ -91,7 +91,7 @@ def found(log: list[Event], kind: type[Event]) -> list[Any]:
 
 
 def best_weights(job: RigJob) -> dict[str, torch.Tensor]:
-    order = job.hosted.order
+    order = job.hosted.spec
     record = RunRecord(
         job_id=job.id, name="job", created=0.0, folder=order.run_dir, config=order.config
     )
@@ -123,7 +123,7 @@ async def test_best_weights_survive_deaths_around_the_best_step(rig: Rig, name: 
     assert len(found(log, WorkerLost)) == len(KILLS[name].faults)
     reached = [(e.step, round(e.value, 6)) for e in found(log, BestReached)]
     assert reached == [(10, 0.5), (20, 0.6), (30, 0.9)]
-    assert LocalStore(job.hosted.order.run_dir).list_steps() == [30, 80]
+    assert LocalStore(job.hosted.spec.run_dir).list_steps() == [30, 80]
     assert best_weights(job)["passes"] == 30
 
 
@@ -139,7 +139,7 @@ async def test_best_step_is_found_again_after_the_job_restored_an_older_checkpoi
 
     assert job.status == "finished", job.describe()
     assert_invariants(log)
-    assert LocalStore(job.hosted.order.run_dir).list_steps() == [30, 80]
+    assert LocalStore(job.hosted.spec.run_dir).list_steps() == [30, 80]
     assert best_weights(job)["passes"] == 30
 
 

@@ -181,14 +181,14 @@ class Wider(nn.Module):
 async def test_resume_with_another_model_fails_and_keeps_all_checkpoints(rig: Rig) -> None:
     job = await rig.submit(body(epochs=1))
     await job.end()
-    saved = LocalStore(job.hosted.order.run_dir).list_steps()
+    saved = LocalStore(job.hosted.spec.run_dir).list_steps()
 
     await rig.resume(job, body(model=Wider, epochs=2), is_forced=True)
     await job.end()
 
     assert job.status == "failed"
     assert "does not fit this model" in job.found(UserErrorRaised)[-1].error
-    assert LocalStore(job.hosted.order.run_dir).list_steps() == saved
+    assert LocalStore(job.hosted.spec.run_dir).list_steps() == saved
     await rig.resume(job, body(epochs=2))
     log = await job.end()
     assert job.status == "finished"

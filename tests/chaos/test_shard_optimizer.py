@@ -194,7 +194,7 @@ async def test_checkpoint_of_three_ranks_in_s3_is_resumed_by_two(
         await job.end()
 
     assert job.status == "finished", job.describe()
-    assert not job.hosted.order.run_dir.joinpath("manifests").exists()
+    assert not job.hosted.spec.run_dir.joinpath("manifests").exists()
     [read] = messages(job, "each rank read its part of the optimizer's state")
     assert read.count(",") == 1
     losses, digests = results(job.events())

@@ -87,7 +87,7 @@ async def test_acknowledged_checkpoints_in_s3_survive_deaths_while_saving(
     newest = open_newest(store, job_id=job.id)
     assert (newest.manifest.step, newest.skipped) == (job.step, [])
     assert len(store.list_steps()) == 3
-    assert not list(job.hosted.order.run_dir.glob("manifests/*"))
+    assert not list(job.hosted.spec.run_dir.glob("manifests/*"))
     assert sorted(load_weights(find_saved(record_of(job), "last", {}))) == sorted(
         Net().state_dict()
     )
@@ -153,7 +153,7 @@ async def kill_while_saving(job: RigJob, server: S3Server, *, num_ranks: int) ->
 
 
 def record_of(job: RigJob) -> RunRecord:
-    order = job.hosted.order
+    order = job.hosted.spec
     return RunRecord(
         job_id=job.id, name="job", created=0.0, folder=order.run_dir, config=order.config
     )

@@ -29,11 +29,11 @@ class HeadBundles:
     """Receive and serve bundles as files, without keeping their bytes in memory.
 
     Args:
-        orders: Returns the specifications of active jobs.
+        specs: Returns the specifications of active jobs.
     """
 
-    def __init__(self, orders: Callable[[], Iterable[JobSpec]]) -> None:
-        self._orders = orders
+    def __init__(self, specs: Callable[[], Iterable[JobSpec]]) -> None:
+        self._specs = specs
         self._drafts: set[Path] = set()  # incomplete files that kernels are sending
 
     def close(self) -> None:
@@ -41,33 +41,33 @@ class HeadBundles:
         for draft in self._drafts:
             draft.unlink(missing_ok=True)
 
-    async def is_here(self, order: JobSpec) -> bool:
+    async def is_here(self, spec: JobSpec) -> bool:
         """Return whether this process can read the complete bundle of a job."""
-        _check_name(order)
+        _check_name(spec)
         return await asyncio.to_thread(
-            has_digest, order.bundle_path, order.bundle_digest, size=order.bundle_size
+            has_digest, spec.bundle_path, spec.bundle_digest, size=spec.bundle_size
         )
 
-    async def put(self, order: JobSpec, offset: int, data: bytes) -> None:
+    async def put(self, spec: JobSpec, offset: int, data: bytes) -> None:
         """Store a piece of a bundle whose file this process cannot read.
 
         Raises:
             RequestError: If the bundle cannot be written, or does not match the announced digest.
         """
-        _check_name(order)
-        path = order.bundle_path
+        _check_name(spec)
+        path = spec.bundle_path
         # The digest in the name keeps two kernels from mixing the pieces of different bundles.
-        draft = path.with_name(f".{path.name}.{order.bundle_digest[:12]}")
+        draft = path.with_name(f".{path.name}.{spec.bundle_digest[:12]}")
         self._drafts.add(draft)
         try:
-            is_whole = await asyncio.to_thread(_write_piece, order, draft, offset, data)
+            is_whole = await asyncio.to_thread(_write_piece, spec, draft, offset, data)
         except OSError as exc:
             # Free the space now: a full disk is the most likely cause, and jobs log to it.
             with contextlib.suppress(OSError):
                 draft.unlink()
             self._drafts.discard(draft)
             raise RequestError(
-                f"the job's bundle ({order.bundle_size / 2**20:.0f} MB) cannot be stored in "
+                f"the job's bundle ({spec.bundle_size / 2**20:.0f} MB) cannot be stored in "
                 f"{path.parent}: {exc.strerror or exc}. Nothing was submitted. Free space there, "
                 "or pass a function that loads the data on the workers."
             ) from exc
@@ -81,7 +81,7 @@ class HeadBundles:
             RequestError: If no active job has the bundle, or its file is gone.
         """
         # Jobs with the same objects share a digest; any of their files will do.
-        paths = [order.bundle_path for order in self._orders() if order.bundle_digest == digest]
+        paths = [spec.bundle_path for spec in self._specs() if spec.bundle_digest == digest]
         if not paths:
             raise RequestError(f"no active job has the bundle {digest[:12]}")
         try:
@@ -93,24 +93,24 @@ class HeadBundles:
             ) from exc
 
 
-def _check_name(order: JobSpec) -> None:
+def _check_name(spec: JobSpec) -> None:
     # The kernel chose the name. It must not point outside the job's folder or at its other files.
-    if not _NAME.fullmatch(order.bundle_file):
-        raise RequestError(f"{order.bundle_file!r} is not the name of a bundle file")
+    if not _NAME.fullmatch(spec.bundle_file):
+        raise RequestError(f"{spec.bundle_file!r} is not the name of a bundle file")
 
 
-def _write_piece(order: JobSpec, draft: Path, offset: int, data: bytes) -> bool:
+def _write_piece(spec: JobSpec, draft: Path, offset: int, data: bytes) -> bool:
     draft.parent.mkdir(parents=True, exist_ok=True)
     # A retry starts over at offset 0; an earlier attempt may have left a longer file.
     flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if offset == 0 else 0)
     with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
         file.seek(offset)
         file.write(data)
-    if offset + len(data) < order.bundle_size:
+    if offset + len(data) < spec.bundle_size:
         return False
-    if not has_digest(draft, order.bundle_digest, size=order.bundle_size):
+    if not has_digest(draft, spec.bundle_digest, size=spec.bundle_size):
         raise OSError("the received bytes do not match its digest")
-    draft.replace(order.bundle_path)
+    draft.replace(spec.bundle_path)
     return True
 
 

@@ -28,7 +28,7 @@ from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.coordinator.serving import Serving
 from etrain_jupyter.head.coordinator.sharing import Sharing
 from etrain_jupyter.head.head_coordinator import HeadCoordinator
-from etrain_jupyter.head.jobs.costs import Money
+from etrain_jupyter.head.jobs.costs import CostLog
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_records import JobRecords
 from etrain_jupyter.head.jobs.job_spec import JobSpec
@@ -105,10 +105,10 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._requests = Requests(
             nodes=nodes, roster=self._workers, injector=self._injector, allocate=self._allocate
         )
-        self._money = Money()
+        self._costs = CostLog()
         self._halted = ""  # why the pool starts no more workers; empty if it still may
         self._defects = Defects()
-        self._bundles = HeadBundles(lambda: (job.order for job in self._active()))
+        self._bundles = HeadBundles(lambda: (job.spec for job in self._active()))
         self._serve(JobRecords(None))
         self._streams: dict[str, MessageStream] = {}  # to the supervisors, by address
         self._refused: set[str] = set()  # addresses of supervisors with another wire version
@@ -131,7 +131,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             notices=self._notices,
             injector=self._injector,
             acknowledgements=self._acknowledgements,
-            money=self._money,
+            costs=self._costs,
             defects=self._defects,
             send_to=self._send_to,
         )
@@ -139,7 +139,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     # --- start and end ---
 
-    def recall(self, folder: Path, *, died_at: float) -> None:
+    def replay(self, folder: Path, *, died_at: float) -> None:
         """Keep job records in a folder, and take over the jobs of a scheduler that died.
 
         Called before the scheduler listens, so that each kernel finds its job when it reconnects.
@@ -150,27 +150,27 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
                 none.
         """
         self._serve(JobRecords(folder))
-        for order, wishes in self._records.load():
+        for spec, pending in self._records.load():
             try:
-                job = self._host(order, recalls=wishes)
+                job = self._host(spec, replays=pending)
             except Exception:
                 # A job that cannot continue must not stop the others or the scheduler.
-                logger.exception("job %s could not be taken over", order.job_id)
+                logger.exception("job %s could not be taken over", spec.job_id)
                 continue
-            self._jobs[order.job_id] = job
-        recalled = [job for job in self._active() if job.recalled is not None]
-        if recalled:
-            self._mode = Recovering(died_at, recalled)
+            self._jobs[spec.job_id] = job
+        replayed = [job for job in self._active() if job.replayed is not None]
+        if replayed:
+            self._mode = Recovering(died_at, replayed)
         self._studies = Studies(self, folder)
-        self._studies.recall()
+        self._studies.replay()
 
-    def _host(self, order: JobSpec, **more: Any) -> HostedJob:
+    def _host(self, spec: JobSpec, **more: Any) -> HostedJob:
         return HostedJob(
-            order=order,
+            spec=spec,
             send_to=self._send_to,
             send_all=self._send_all,
             describe_worker=self._machine_of,
-            before_end=self._money.report_final,
+            before_end=self._costs.report_final,
             on_events=self._report_to_studies,
             defects=self._defects,
             hang_s=self._hang_s,
@@ -522,7 +522,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             return None
         stream = self._streams.get(address)
         if stream is None or stream.batched is not batched:
-            stream = self._streams[address] = MessageStream(batched, "etrain_order")
+            stream = self._streams[address] = MessageStream(batched, "etrain_message")
         return stream
 
     def _allocate(self) -> None:
@@ -536,17 +536,17 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         ended = [job for job in self._jobs.values() if job.state.is_ended and not job.is_disposed]
         for job in ended:
             job.dispose()
-            self._forget_bundle(job.order.bundle_digest)
-            self._money.end(job)
+            self._forget_bundle(job.spec.bundle_digest)
+            self._costs.end(job)
             self._injector.end_chaos(job)
             self._idle_since = time.monotonic()
         for job in [job for job in self._jobs.values() if job.has_reported_end and job.is_recorded]:
             # Do not remove the record earlier. If this scheduler died in between, the next one
             # would not know the job and would reject a kernel that still waits for the job's end.
             job.is_recorded = False
-            self._records.remove(job.order.job_id)
+            self._records.remove(job.spec.job_id)
         for job in self._active():
-            self._records.note(job.order.job_id, job.wishes)
+            self._records.note(job.spec.job_id, job.pending_requests)
         # A job that was about to end and continues after all (``Turn.train_on``) has no workers
         # assigned.
         if ended or any(not j.state.assigned and not j.state.outcome for j in self._active()):
@@ -554,18 +554,18 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def _forget_bundle(self, digest: str) -> None:
         # Jobs with the same objects share a bundle.
-        if all(job.order.bundle_digest != digest for job in self._active()):
+        if all(job.spec.bundle_digest != digest for job in self._active()):
             for facts in self._workers:
                 self._send_to(facts.name, m.RemoveBundle(digest=digest))
 
     # --- kernel requests ---
 
     async def _submit(self, request: q.SubmitJob) -> q.Submitted:
-        order = JobSpec.from_message(request.job)
-        known = self._jobs.get(order.job_id)
-        if known is not None and not (order.resumes and known.state.is_ended):
+        spec = JobSpec.from_message(request.job)
+        known = self._jobs.get(spec.job_id)
+        if known is not None and not (spec.resumes and known.state.is_ended):
             raise RequestError(
-                f"job {order.job_id} is already on this cluster: it is {known.state.status} at "
+                f"job {spec.job_id} is already on this cluster: it is {known.state.status} at "
                 f"step {known.state.step}. Nothing was submitted. Follow it with %etrain attach, "
                 "or stop it with %etrain stop, which saves a checkpoint, and then resume it."
             )
@@ -573,33 +573,33 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             raise RequestError(
                 f"{self._halted}. Nothing was submitted. Shut down the pool with %etrain down"
             )
-        self._requests.check_capacity(order.min_workers, "Nothing was submitted")
-        if not await self._bundles.is_here(order):
+        self._requests.check_capacity(spec.min_workers, "Nothing was submitted")
+        if not await self._bundles.is_here(spec):
             return q.Submitted(wants_bundle=True)
         try:
-            hosted = await self._open(order)
+            hosted = await self._open(spec)
         except OSError as exc:
             raise RequestError(
-                f"{exc.filename or order.run_dir} cannot be written: {exc.strerror or exc}. "
+                f"{exc.filename or spec.run_dir} cannot be written: {exc.strerror or exc}. "
                 "Nothing was submitted. Free space there, or set ETRAIN_RUNS to another folder "
                 "and restart the kernel"
             ) from exc
-        self._jobs[order.job_id] = hosted
+        self._jobs[spec.job_id] = hosted
         self._allocate()
-        return q.Submitted(job_id=order.job_id)
+        return q.Submitted(job_id=spec.job_id)
 
-    async def _open(self, order: JobSpec) -> HostedJob:
+    async def _open(self, spec: JobSpec) -> HostedJob:
         # Write the record first: if the scheduler dies now, the next one starts the job (see
         # HostedJob).
-        order.run_dir.mkdir(parents=True, exist_ok=True)
-        opened = await asyncio.to_thread(open_run, order) if order.place else None
+        spec.run_dir.mkdir(parents=True, exist_ok=True)
+        opened = await asyncio.to_thread(open_run, spec) if spec.place else None
         try:
-            self._records.add(order)
-            return self._host(order, opened=opened)
+            self._records.add(spec)
+            return self._host(spec, opened=opened)
         except BaseException as exc:
-            self._records.remove(order.job_id)
-            if isinstance(exc, OSError) and not order.resumes:
-                order.log_path.unlink(missing_ok=True)  # it is empty: the job never existed
+            self._records.remove(spec.job_id)
+            if isinstance(exc, OSError) and not spec.resumes:
+                spec.log_path.unlink(missing_ok=True)  # it is empty: the job never existed
             raise
 
     async def _put_bundle(self, request: q.PutBundle) -> q.Done:
@@ -751,9 +751,9 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         """Return a job of this scheduler, also one that has ended."""
         return self._jobs.get(job_id)
 
-    async def host_job(self, order: JobSpec) -> None:
+    async def host_job(self, spec: JobSpec) -> None:
         """Start or resume a job for a study."""
-        self._jobs[order.job_id] = await self._open(order)
+        self._jobs[spec.job_id] = await self._open(spec)
         self._allocate()
 
     def after_change(self) -> None:

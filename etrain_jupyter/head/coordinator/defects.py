@@ -31,7 +31,7 @@ Kind = tuple[str, str, str]
 class WatchedJob(Protocol):
     """The part of ``HostedJob`` that is needed to log a defect."""
 
-    order: JobSpec
+    spec: JobSpec
     state: JobState
 
     def log(self, kind: type[events.Event], **values: Any) -> None:
@@ -73,11 +73,11 @@ class Defects:
         """Log an exception: the traceback in the scheduler's log, a sentence in the job's."""
         self.num_seen += 1
         self.newest = f"{doing} failed: {type(exc).__name__}: {exc}"
-        num_before = self._num_unsaid((job.order.job_id if job else "", doing, _place_of(exc)))
+        num_before = self._num_unsaid((job.spec.job_id if job else "", doing, _place_of(exc)))
         if num_before is None:
             return
         again = f" ({num_before:,} more times since it was last logged)" if num_before else ""
-        name = job.order.job_id if job else "the cluster"
+        name = job.spec.job_id if job else "the cluster"
         logger.error("%s: %s%s", name, self.newest, again, exc_info=exc)
         if job is None or job.state.is_ended:
             return

@@ -68,21 +68,21 @@ class Injector:
 
     def begin_chaos(self, job: HostedJob, chaos: Chaos, words: str) -> bool:
         """Start injecting random faults, and log that; return True if some were already active."""
-        was_on = job.order.job_id in self._chaos
-        self._chaos[job.order.job_id] = chaos
+        was_on = job.spec.job_id in self._chaos
+        self._chaos[job.spec.job_id] = chaos
         job.log(events.LogLine, level="info", worker="", text=f"chaos: {words}")
         return was_on
 
     def end_chaos(self, job: HostedJob) -> bool:
         """Stop injecting random faults; return False if there were none."""
-        was_on = self._chaos.pop(job.order.job_id, None) is not None
+        was_on = self._chaos.pop(job.spec.job_id, None) is not None
         if was_on and not job.state.is_ended:
             job.log(events.LogLine, level="info", worker="", text="chaos: over")
         return was_on
 
     def tick(self, job: HostedJob) -> None:
         """Inject the random fault that is due, if any."""
-        chaos = self._chaos.get(job.order.job_id)
+        chaos = self._chaos.get(job.spec.job_id)
         if chaos is None:
             return
         now = clock.now()

@@ -75,7 +75,7 @@ class Notices:
                 job.send(RequestCheckpoint(trainer=member.trainer))
         self._allocate()
 
-    def recall(self, notices: Mapping[str, float], at_risk: Collection[str]) -> None:
+    def replay(self, notices: Mapping[str, float], at_risk: Collection[str]) -> None:
         """Restore the notices from the previous scheduler's logs, which use wall time."""
         # They are in the logs already, so only the roster, the pool and the jobs are updated.
         for name in at_risk:

@@ -38,10 +38,10 @@ class Recovering:
         self._by_worker: dict[str, Mapping[str, TrainerSummary]] = {}
         self._held: list[tuple[Held, str]] = []
         # From the logs: the deadlines of machines that will be reclaimed, and machines at risk.
-        recalled = [job.recalled for job in jobs if job.recalled is not None]
-        self._notices = {w: at for known in recalled for w, at in known.notices.items()}
-        self._at_risk = {worker for known in recalled for worker in known.at_risk}
-        self._expected = {worker for known in recalled for worker in known.trainers}
+        replayed = [job.replayed for job in jobs if job.replayed is not None]
+        self._notices = {w: at for known in replayed for w, at in known.notices.items()}
+        self._at_risk = {worker for known in replayed for worker in known.at_risk}
+        self._expected = {worker for known in replayed for worker in known.trainers}
         self._deadline = time.monotonic() + RETURN_S
 
     def is_over(self, alive: Collection[str] | None) -> bool:
@@ -60,13 +60,13 @@ class Recovering:
         # The order matters:
         #
         #     adopt              restores the jobs' trainers, which the next two steps need
-        #     recall_notices     members on workers with a notice begin to leave
+        #     replay_notices     members on workers with a notice begin to leave
         #     take_held          in order of arrival
         #     release_unknown    last, as a held report may have ended a job with these trainers
         summaries = {n: known for part in self._by_worker.values() for n, known in part.items()}
         away_s = max(0.0, time.time() - self._died_at)
         serving.adopt(self._jobs, summaries, away_s=away_s)
-        serving.recall_notices(self._notices, self._at_risk)
+        serving.replay_notices(self._notices, self._at_risk)
         for message, worker in self._held:
             serving.take_held(message, worker)
         for worker, trainers in self._by_worker.items():
@@ -109,7 +109,7 @@ class Recovering:
             RequestError: Always.
         """
         raise RequestError(
-            f"the scheduler of job {job.order.name} was restarted and is waiting for its workers "
+            f"the scheduler of job {job.spec.name} was restarted and is waiting for its workers "
             "to reconnect. The request was not carried out; training continues. Retry in a few "
             "seconds."
         )

@@ -80,7 +80,7 @@ class Requests:
             RequestError: If it cannot be carried out.
         """
         if job.state.is_ended:
-            raise RequestError(f"job {job.order.name} has ended as {job.state.status}")
+            raise RequestError(f"job {job.spec.name} has ended as {job.state.status}")
         do = self._BY_NAME.get(request)
         if do is None:
             raise RequestError(f"unknown request {request!r}; known: {', '.join(self._BY_NAME)}")
@@ -123,7 +123,7 @@ class Requests:
                 "was changed."
             )
         self.check_capacity(low, "Nothing was changed")
-        shards = job.order.num_shards
+        shards = job.spec.num_shards
         if shards is not None and high > shards:
             raise RequestError(
                 f"workers max={high} exceeds the {shards} shards of this reproducible job: the "

@@ -11,7 +11,7 @@ from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.head.coordinator.notices import Notices
 from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.coordinator.sharing import Sharing
-from etrain_jupyter.head.jobs.costs import Money
+from etrain_jupyter.head.jobs.costs import CostLog
 from etrain_jupyter.head.jobs.hosted_job import HostedJob, Send
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire import messages as m
@@ -33,7 +33,7 @@ class Serving:
         notices: Handles notices about machines.
         injector: Injects planned faults.
         acknowledgements: Tracks which reports have been handled.
-        money: Shares the costs among the jobs.
+        costs: Shares the costs among the jobs.
         defects: Logs exceptions in our own code.
         send_to: Sends a message to a worker's supervisor.
     """
@@ -47,7 +47,7 @@ class Serving:
         notices: Notices,
         injector: Injector,
         acknowledgements: Acknowledgements,
-        money: Money,
+        costs: CostLog,
         defects: Defects,
         send_to: Send,
     ) -> None:
@@ -57,7 +57,7 @@ class Serving:
         self._notices = notices
         self._injector = injector
         self._acknowledgements = acknowledgements
-        self._money = money
+        self._costs = costs
         self._defects = defects
         self._send_to = send_to
         self._has_newcomers = False  # workers that connected after the workers were shared
@@ -79,7 +79,7 @@ class Serving:
 
     def take_costs(self, costs: Sequence[NodeCost]) -> None:
         """Split the nodes' costs so far among the jobs."""
-        self._money.take(costs, self._active())
+        self._costs.take(costs, self._active())
 
     def greet(self, worker: str, trainers: Mapping[str, m.TrainerSummary]) -> None:
         """Make a newly registered worker available to the jobs."""
@@ -140,9 +140,9 @@ class Serving:
             with self._defects.watch(job, "adopting its trainers"):
                 job.adopt(summaries, away_s=away_s)
 
-    def recall_notices(self, deadlines: Mapping[str, float], at_risk: Collection[str]) -> None:
+    def replay_notices(self, deadlines: Mapping[str, float], at_risk: Collection[str]) -> None:
         """Restore the notices logged by the previous scheduler."""
-        self._notices.recall(deadlines, at_risk)
+        self._notices.replay(deadlines, at_risk)
 
     def take_held(self, message: Held, worker: str) -> None:
         """Handle a held message, if its worker is still connected."""
@@ -155,7 +155,7 @@ class Serving:
     def _job_named(self, message: Held) -> HostedJob | None:
         if isinstance(message, m.MachineNotice):
             return None
-        return next((j for j in self._active() if j.order.job_id == message.job_id), None)
+        return next((j for j in self._active() if j.spec.job_id == message.job_id), None)
 
     def release_unknown(self, worker: str, trainers: Iterable[str]) -> None:
         """Release a worker's trainers that belong to no active job."""

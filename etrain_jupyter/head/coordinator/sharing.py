@@ -87,7 +87,7 @@ class Sharing:
         if now < self._review_at:
             return False
         self._review_at = now + REVIEW_S
-        jobs = [job for job in self._active() if job.order.is_sized]
+        jobs = [job for job in self._active() if job.spec.is_sized]
         return any([job.review_size(self._view_of(job)) for job in jobs]) if jobs else False
 
     def _view_of(self, job: HostedJob) -> SizingView:
@@ -217,12 +217,12 @@ class Fitness:
         """Return whether a worker may run a job."""
         # A job's workers need the notebook's versions, and our wire version.
         theirs = worker.fingerprint
-        ours = {**job.order.fingerprint, PROTOCOL_KEY: str(WIRE_VERSION)}
+        ours = {**job.spec.fingerprint, PROTOCOL_KEY: str(WIRE_VERSION)}
         # A worker that reports no versions is accepted, since there is nothing to compare.
         if theirs == ours or not theirs:
             return True
         found = compare(theirs, ours, at=worker.name, here="this notebook")
-        key = (job.order.job_id, tuple(sorted(theirs.items())))
+        key = (job.spec.job_id, tuple(sorted(theirs.items())))
         if (found.wrong or found.notes) and key not in self._told:
             self._told.add(key)
             text = _describe(found, worker.name)

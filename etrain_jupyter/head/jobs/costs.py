@@ -19,7 +19,7 @@ MIN_CHANGE = 0.01
 """A smaller relative change in cost is not logged, except at the job's end."""
 
 
-class Money:
+class CostLog:
     """Split the nodes' cost among the jobs, and log each job's share."""
 
     def __init__(self) -> None:
@@ -38,53 +38,53 @@ class Money:
         self._has_prices = self._has_prices or bool(nodes)
         # Each update covers the time since the previous update, so add new jobs first.
         for job in jobs:
-            if job.order.job_id not in self._logged:
+            if job.spec.job_id not in self._logged:
                 before = _cost_in(job.record)
                 known = job.record.cost
                 self._costs.begin(
-                    job.order.job_id,
+                    job.spec.job_id,
                     before,
                     has_trained=job.state.step > 0,
                     usd_by_type=known.usd_by_type if known else None,
                 )
-                self._logged[job.order.job_id] = (-math.inf, before)
-        ranks = {worker: job.order.job_id for job in jobs for worker in job.ranks()}
-        self._costs.take(nodes, ranks=ranks, active=[job.order.job_id for job in jobs])
+                self._logged[job.spec.job_id] = (-math.inf, before)
+        ranks = {worker: job.spec.job_id for job in jobs for worker in job.ranks()}
+        self._costs.take(nodes, ranks=ranks, active=[job.spec.job_id for job in jobs])
         if self._has_prices:
             for job in jobs:
                 self._log_if_changed(job)
 
     def end(self, job: HostedJob) -> None:
         """Forget a job that has ended."""
-        if self._logged.pop(job.order.job_id, None):
-            self._costs.forget(job.order.job_id)
+        if self._logged.pop(job.spec.job_id, None):
+            self._costs.forget(job.spec.job_id)
 
     def of(self, job: HostedJob) -> RunningCost:
         """Return a job's cost."""
-        return self._costs.of(job.order.job_id)
+        return self._costs.of(job.spec.job_id)
 
     def report_final(self, job: HostedJob) -> None:
         """Log the final cost of a job that is about to end."""
-        if self._has_prices and self._logged.get(job.order.job_id, (-math.inf, None))[1] != self.of(
+        if self._has_prices and self._logged.get(job.spec.job_id, (-math.inf, None))[1] != self.of(
             job
         ):
             self._log(job, self.of(job))
 
     def _log_if_changed(self, job: HostedJob) -> None:
-        logged_at, logged = self._logged[job.order.job_id]
+        logged_at, logged = self._logged[job.spec.job_id]
         cost = self.of(job)
         change = abs(cost.spent_usd - logged.spent_usd)
         if clock.now() - logged_at >= LOG_INTERVAL_S and change > MIN_CHANGE * logged.spent_usd:
             self._log(job, cost)
 
     def _log(self, job: HostedJob, cost: RunningCost) -> None:
-        self._logged[job.order.job_id] = (clock.now(), cost)
+        self._logged[job.spec.job_id] = (clock.now(), cost)
         job.log(
             events.CostUpdated,
             spent_usd=cost.spent_usd,
             on_demand_usd=cost.on_demand_usd,
             wasted_usd=cost.wasted_usd,
-            usd_by_type=self._costs.by_type(job.order.job_id),
+            usd_by_type=self._costs.by_type(job.spec.job_id),
             samples_by_type=samples_by_type(
                 {type: work for type, work in job.record.work.items() if type}, job.record.samples
             ),

@@ -31,12 +31,12 @@ class ExhibitFolder:
     """The exhibits in a run folder. For a job in a bucket, the log's uploader uploads them.
 
     Args:
-        order: The job.
+        spec: The job.
         record: Fold of the job's log, to which the caller adds each event.
     """
 
-    def __init__(self, order: JobSpec, record: JobRecord) -> None:
-        self._order, self._record = order, record
+    def __init__(self, spec: JobSpec, record: JobRecord) -> None:
+        self._spec, self._record = spec, record
 
     def store(self, report: m.ExhibitFound, worker: str) -> events.Event:
         """Check an exhibit and write its file; return the event to log."""
@@ -45,17 +45,17 @@ class ExhibitFolder:
             parse_exhibit(report.format, report.data)
             key = exhibit_key(step=report.step, name=report.name, format=report.format)
             self._check_room(report)
-            write_exhibit(self._order.run_dir, key, report.data)
+            write_exhibit(self._spec.run_dir, key, report.data)
         except InvalidExhibitError as exc:
             return self._warning(report, worker, f"was refused: it {exc}")
         except OSError as exc:
             why = exc.strerror or str(exc)
-            where = self._order.run_dir
+            where = self._spec.run_dir
             return self._warning(
                 report, worker, f"could not be stored in {where}: {why}. Training continues"
             )
         return events.ExhibitStored(
-            job_id=self._order.job_id,
+            job_id=self._spec.job_id,
             time=time.time(),
             generation=report.generation,
             step=report.step,
@@ -89,7 +89,7 @@ class ExhibitFolder:
 
     def remove(self, files: list[str]) -> None:
         """Remove files from the run folder."""
-        remove_exhibits(self._order.run_dir, files)
+        remove_exhibits(self._spec.run_dir, files)
 
     def _check_room(self, report: m.ExhibitFound) -> None:
         others = dict(self._record.exhibits.get(report.step, {}))
@@ -103,7 +103,7 @@ class ExhibitFolder:
 
     def _warning(self, report: m.ExhibitFound, worker: str, problem: str) -> events.LogLine:
         return events.LogLine(
-            job_id=self._order.job_id,
+            job_id=self._spec.job_id,
             time=time.time(),
             generation=report.generation,
             level="warning",

@@ -71,7 +71,7 @@ class HostedJob:
                                                         command ──▶ message, or event (Publish)
     """
 
-    order: JobSpec
+    spec: JobSpec
     send_to: Send
     send_all: SendAll
     describe_worker: Callable[[str], dict[str, Any]] = lambda worker: {}
@@ -86,9 +86,9 @@ class HostedJob:
     """Minimum time in seconds without progress after which ranks count as stalled."""
     opened: OpenedRun | None = None
     """The log of a job in a bucket, opened for writing by this process; None for other jobs."""
-    recalls: PendingRequests | None = None
+    replays: PendingRequests | None = None
     """The pending requests of a job whose scheduler died; None for a newly submitted job."""
-    recalled: JobRecord | None = field(default=None, init=False)
+    replayed: JobRecord | None = field(default=None, init=False)
     """Record of a job whose scheduler died, until its trainers are adopted; otherwise None."""
     state: JobState = field(init=False)
     record: JobRecord = field(default_factory=JobRecord, init=False)
@@ -107,17 +107,17 @@ class HostedJob:
     """True while its record exists for the next scheduler."""
 
     def __post_init__(self) -> None:
-        order = self.order
+        spec = self.spec
         self.state = JobState(
-            job_id=order.job_id,
-            min_workers=order.min_workers,
-            max_workers=order.max_workers,
+            job_id=spec.job_id,
+            min_workers=spec.min_workers,
+            max_workers=spec.max_workers,
             hang_s=self.hang_s,
-            pauses_on_nan=order.config.get("on_nan_loss") == "pause",
-            backend=order.config.get("backend") or "auto",
-            is_sharded=order.config.get("shard", "none") != "none",
+            pauses_on_nan=spec.config.get("on_nan_loss") == "pause",
+            backend=spec.config.get("backend") or "auto",
+            is_sharded=spec.config.get("shard", "none") != "none",
         )
-        #     case                        recalls   log      what happens
+        #     case                        replays   log      what happens
         #     submitted                   None      empty    begin
         #     resumed by the user         None      events   read it, begin another attempt
         #     the scheduler died          set       events   read it, wait for the trainers (adopt)
@@ -126,12 +126,12 @@ class HostedJob:
         """The durable log of its events."""
         try:
             has_log = self.job_log.last_seq > 0
-            if order.resumes or (self.recalls is not None and has_log):
+            if spec.resumes or (self.replays is not None and has_log):
                 self._read_log()
-            self.messages = TrainerMessages(order, self.record)
-            self._exhibits = ExhibitFolder(order, self.record)
-            if self.recalls is not None and has_log:
-                self._recall(self.recalls)
+            self.messages = TrainerMessages(spec, self.record)
+            self._exhibits = ExhibitFolder(spec, self.record)
+            if self.replays is not None and has_log:
+                self._replay(self.replays)
             else:
                 self._begin()
                 self.job_log.check()
@@ -140,10 +140,10 @@ class HostedJob:
             raise
 
     def _open_log(self) -> JobLog:
-        if not self.order.place:
-            files = [self.order.run_dir / "job.json", self.order.bundle_path]
-            return JobLog(self.order.log_path, files=files, on_restored=self._save_again)
-        return MirroredLog(self.order, self.opened, lambda: self.handle(s.StopRequested(now=True)))
+        if not self.spec.place:
+            files = [self.spec.run_dir / "job.json", self.spec.bundle_path]
+            return JobLog(self.spec.log_path, files=files, on_restored=self._save_again)
+        return MirroredLog(self.spec, self.opened, lambda: self.handle(s.StopRequested(now=True)))
 
     def _save_again(self) -> None:
         """Request a checkpoint, because the previous ones were deleted with the run folder."""
@@ -152,13 +152,13 @@ class HostedJob:
 
     def _begin(self) -> None:
         """Log that the job starts, or resumes from its log."""
-        order = self.order
+        spec = self.spec
         asked: dict[str, Any] = {
-            "min_workers": order.min_workers,
-            "max_workers": order.max_workers,
-            "pool": order.pool,
-            "config": order.config,
-            "pool_s": order.pool_s,
+            "min_workers": spec.min_workers,
+            "max_workers": spec.max_workers,
+            "pool": spec.pool,
+            "config": spec.config,
+            "pool_s": spec.pool_s,
         }
         before = self.record
         if before.num_events:
@@ -168,30 +168,30 @@ class HostedJob:
                 **asked,
                 from_status=before.status,
                 step=before.logged_step,
-                differs=order.differs,
+                differs=spec.differs,
             )
         else:
-            self.log(events.JobSubmitted, name=order.name, **asked)
-            for text in order.notes:
+            self.log(events.JobSubmitted, name=spec.name, **asked)
+            for text in spec.notes:
                 self.log(events.LogLine, level="info", worker="", text=text)
         self.log(events.JobStatusChanged, status="submitted")
         self._start_loggers()
 
     def _read_log(self) -> None:
-        self.record, self.evidence, self.speeds = read_record(self.order, self.order.log_path)
+        self.record, self.evidence, self.speeds = read_record(self.spec, self.spec.log_path)
         # Events carry wall time. Convert the evidence to the coordinator's clock, which is never
         # adjusted.
         self.evidence.shift(clock.from_wall(0.0))
 
-    def _recall(self, wishes: PendingRequests) -> None:
+    def _replay(self, pending: PendingRequests) -> None:
         """Recover the dead coordinator's state; the trainers are adopted later."""
         # The same object as ``record``. Until ``adopt``, events that would change its trainers or
         # ranks are not appended.
-        self.recalled = self.record
-        self.state = recovered_state(self.record, self.state, wishes)
+        self.replayed = self.record
+        self.state = recovered_state(self.record, self.state, pending)
         self.step_clock.step_s = self.record.step_s
-        if wishes.faults is not None:
-            left = [fault for fault in self.order.faults if fault["id"] in wishes.faults]
+        if pending.faults is not None:
+            left = [fault for fault in self.spec.faults if fault["id"] in pending.faults]
             self.messages.planned = PlannedFaults(left)
         if self.state.is_ended:
             # The scheduler died after it logged the end, but before it removed the record.
@@ -206,29 +206,29 @@ class HostedJob:
             summaries: The supervisors' summaries of their trainers, by trainer name.
             away_s: Seconds without a scheduler.
         """
-        recalled, self.recalled = self.recalled, None
-        assert recalled is not None
+        replayed, self.replayed = self.replayed, None
+        assert replayed is not None
         # ::
         #
         #     scheduler 1   step 40 is logged, dies
         #     ranks         train on: 41, 42 ...; their reports wait in the supervisors' outboxes
         #     scheduler 2     recovers the state at step 40    hellos of w1, w2; w3 is lost: adopt,
         #                                                      then handle the waiting reports
-        pairs = list(find_trainers(recalled, self.state, summaries))
+        pairs = list(find_trainers(replayed, self.state, summaries))
         self.messages.trainers = {found.trainer: facts for found, facts in pairs}
         workers = [found.worker for found, _ in pairs]
-        lost = tuple(worker for worker in recalled.trainers if worker not in workers)
-        self.step_clock.ranks = tuple(recalled.trainers.get(w, "") for w in recalled.ranks)
-        step = recalled.logged_step
+        lost = tuple(worker for worker in replayed.trainers if worker not in workers)
+        self.step_clock.ranks = tuple(replayed.trainers.get(w, "") for w in replayed.ranks)
+        step = replayed.logged_step
         told = {"workers": workers, "lost": list(lost)}
         self.log(events.SchedulerRestarted, step=step, away_s=away_s, **told)
         self.handle(
             s.TrainersFound(
                 found=tuple(found for found, _ in pairs),
                 lost=lost,
-                world_size=len(recalled.ranks),
-                is_ready=recalled.is_ready,
-                backend=recalled.backend,
+                world_size=len(replayed.ranks),
+                is_ready=replayed.is_ready,
+                backend=replayed.backend,
             )
         )
         # If the previous scheduler handled the report of a rank's departure, the outbox does not
@@ -254,7 +254,7 @@ class HostedJob:
         return self.messages.planned
 
     @property
-    def wishes(self) -> PendingRequests:
+    def pending_requests(self) -> PendingRequests:
         """User requests that are not in the log yet."""
         state = self.state
         return PendingRequests(
@@ -265,9 +265,9 @@ class HostedJob:
         )
 
     def _start_loggers(self) -> None:
-        if self.order.tensorboard is not None:
-            self._write_tensorboard(self.order.log_path, self.order.tensorboard)
-        for name, options in self.order.loggers.items():
+        if self.spec.tensorboard is not None:
+            self._write_tensorboard(self.spec.log_path, self.spec.tensorboard)
+        for name, options in self.spec.loggers.items():
             self._start_logger(name, options)
 
     def _start_logger(self, name: str, options: Mapping[str, Any]) -> None:
@@ -275,12 +275,10 @@ class HostedJob:
 
         def warn(why: str) -> None:  # called in the thread that waits for the logger's process
             text = f"Values are not logged to {name}: {why} Training continues. "
-            repeat = (
-                f"If they are missing afterwards: %etrain track {self.order.job_id} --to {name}"
-            )
+            repeat = f"If they are missing afterwards: %etrain track {self.spec.job_id} --to {name}"
             loop.call_soon_threadsafe(self._warn, text + repeat)
 
-        start_logger(name, options, self.order.log_path, warn)
+        start_logger(name, options, self.spec.log_path, warn)
 
     def _write_tensorboard(self, log_path: Path, folder: Path) -> None:
         loop = asyncio.get_running_loop()
@@ -299,7 +297,7 @@ class HostedJob:
     def log(self, kind: type[events.Event], **values: Any) -> None:
         """Append one event with the current time, unless ``values`` contains a ``time``."""
         common = {"time": time.time(), "generation": self.state.generation}
-        self._append([kind(job_id=self.order.job_id, **{**common, **values})])
+        self._append([kind(job_id=self.spec.job_id, **{**common, **values})])
 
     def _append(self, new: list[events.Event]) -> None:
         # Append to the log first: it raises for an event that cannot be encoded, and such an event
@@ -308,7 +306,7 @@ class HostedJob:
         for event in new:
             self.record.apply(event)
             self.evidence.fold(event, clock.now())
-            if self.order.is_sized:
+            if self.spec.is_sized:
                 self.speeds.fold(event)
         if any(isinstance(event, events.CheckpointCommitted) for event in new):
             self.review_pace()  # the checkpoint's cost is now known
@@ -316,11 +314,11 @@ class HostedJob:
             if isinstance(event, events.JobRestored):
                 undone = self._exhibits.steps_after(event.step)
                 self._remove_exhibits(undone, f"the job returned to step {event.step:,}")
-        self.on_events(self.order.job_id, new)
+        self.on_events(self.spec.job_id, new)
 
     def review_pace(self) -> None:
         """Update the interval of ``checkpoint.every: auto``; notify the ranks if it changes."""
-        if not self.order.is_paced or self.state.outcome:
+        if not self.spec.is_paced or self.state.outcome:
             return
         choice = self.evidence.review(clock.now())
         if choice is None:
@@ -338,7 +336,7 @@ class HostedJob:
         Args:
             view: Facts about the pool; its bounds are those of the job.
         """
-        if not self.order.is_sized or self.state.outcome:
+        if not self.spec.is_sized or self.state.outcome:
             return False
         terms, sized = self.speeds.terms(view), self.record.sized
         old = self.size
@@ -363,7 +361,7 @@ class HostedJob:
     def wanted_workers(self) -> int:
         """Number of workers that it takes if the pool has them."""
         state, size = self.state, self.size
-        if not self.order.is_sized:
+        if not self.spec.is_sized:
             return state.max_workers
         wanted = size.workers if size is not None else state.min_workers
         return min(max(wanted, state.min_workers), state.max_workers)
@@ -432,20 +430,20 @@ class HostedJob:
 
     def _start(self, command: c.StartTrainer) -> None:
         self.trainers[command.trainer] = TrainerFacts(command.worker, clock.now())
-        order = self.order
+        spec = self.spec
         facts = self.describe_worker(command.worker)
         self.log(events.WorkerJoined, worker=command.worker, **facts)
         self.send(
             m.LaunchTrainer(
                 trainer=command.trainer,
-                config=order.config,
+                config=spec.config,
                 bundle=m.BundleRef(
-                    digest=order.bundle_digest,
-                    size=order.bundle_size,
-                    path=str(order.bundle_path),
+                    digest=spec.bundle_digest,
+                    size=spec.bundle_size,
+                    path=str(spec.bundle_path),
                 ),
-                cwd=order.cwd,
-                checkpoints=order.checkpoints,
+                cwd=spec.cwd,
+                checkpoints=spec.checkpoints,
                 faults=tuple(self.planned.of_newcomer(command.trainer, among=self.state.members)),
             )
         )
@@ -456,7 +454,7 @@ class HostedJob:
 
     def _send_all(
         self,
-        message: m.ForwardedOrder,
+        message: m.ForwardedMessage,
         trainers: Iterable[str],
         own: Callable[[str], dict[str, Any]] = lambda trainer: {},
     ) -> None:
@@ -628,13 +626,13 @@ class HostedJob:
         plan = self.record.plan if self.record.is_planned else None
         return {
             "job_id": state.job_id,
-            "name": self.order.name,
+            "name": self.spec.name,
             "status": state.status,
             "step": state.step,
             "total_steps": plan.total_steps if plan is not None else 0,
             "world_size": state.members.num_in("ranked", "reported"),
             "generation": state.generation,
-            "run_dir": str(self.order.run_dir),
+            "run_dir": str(self.spec.run_dir),
         }
 
     def progress(self) -> JobProgress:
@@ -652,11 +650,11 @@ class HostedJob:
             is_paused=state.status == "paused",
             gradient_bytes=self._gradient_bytes(),
             steps_per_s=1 / record.step_s if record.step_s else 0.0,
-            type_rates=rates_by_type(record.work) if self.order.splits_by_speed else {},
+            type_rates=rates_by_type(record.work) if self.spec.splits_by_speed else {},
         )
 
     def _gradient_bytes(self) -> float:
-        plan, compression = self.record.plan, str(self.order.config.get("compression") or "none")
+        plan, compression = self.record.plan, str(self.spec.config.get("compression") or "none")
         if plan is None or not plan.num_parameters:
             return 0.0
         exchange = exchange_of(

@@ -4,8 +4,8 @@
 
     jobs/
     ├── digits-1a2b3c4d/
-    │   ├── order        what was submitted; the notebook's objects are in the run folder
-    │   └── wishes       later user requests that are not in the log yet
+    │   ├── spec         what was submitted; the notebook's objects are in the run folder
+    │   └── pending      later user requests that are not in the log yet
     └── heard/w1         number of the newest message that was processed, one file per supervisor
 
 Nothing is synced: the page cache preserves writes when a process dies. The records need not survive
@@ -60,30 +60,30 @@ class JobRecords:
         self._files: dict[str, int] = {}  # open descriptors, by worker
         self._is_refused = False  # whether the newest write failed: warn once
 
-    def add(self, order: JobSpec) -> None:
+    def add(self, spec: JobSpec) -> None:
         """Record a job that is being submitted."""
         # Unlike ``note``, this raises disk errors: the job has not started, so the user can free
         # space and submit it again.
         if self._folder is None:
             return
-        folder = self._folder / check_job_id(order.job_id)
+        folder = self._folder / check_job_id(spec.job_id)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        values = {f.name: getattr(order, f.name) for f in dataclasses.fields(order)}
-        values["run_dir"] = str(order.run_dir)
-        _replace(folder / "order", msgpack.packb(values))
-        self._note(order.job_id, PendingRequests())
+        values = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+        values["run_dir"] = str(spec.run_dir)
+        _replace(folder / "spec", msgpack.packb(values))
+        self._note(spec.job_id, PendingRequests())
 
-    def note(self, job_id: str, wishes: PendingRequests) -> None:
+    def note(self, job_id: str, pending: PendingRequests) -> None:
         """Record the requests for a job, if they have changed. A failed write is retried later."""
-        if self._folder is not None and self._noted.get(job_id) != wishes:
+        if self._folder is not None and self._noted.get(job_id) != pending:
             with self._warning():
-                self._note(job_id, wishes)
+                self._note(job_id, pending)
 
-    def _note(self, job_id: str, wishes: PendingRequests) -> None:
+    def _note(self, job_id: str, pending: PendingRequests) -> None:
         assert self._folder is not None
-        packed = msgpack.packb(dataclasses.asdict(wishes))
-        _replace(self._folder / check_job_id(job_id) / "wishes", packed)
-        self._noted[job_id] = wishes
+        packed = msgpack.packb(dataclasses.asdict(pending))
+        _replace(self._folder / check_job_id(job_id) / "pending", packed)
+        self._noted[job_id] = pending
 
     def remove(self, job_id: str) -> None:
         """Remove the record of a job that has ended."""
@@ -93,19 +93,19 @@ class JobRecords:
 
     def load(self) -> Iterator[tuple[JobSpec, PendingRequests]]:
         """Yield unfinished jobs with their requests; skip damaged records."""
-        folders = sorted(self._folder.glob("*/order")) if self._folder is not None else []
+        folders = sorted(self._folder.glob("*/spec")) if self._folder is not None else []
         for path in folders:
             try:
-                order = _order_from(msgpack.unpackb(path.read_bytes()))
-                wishes = _requests_from(msgpack.unpackb((path.parent / "wishes").read_bytes()))
+                spec = _spec_from(msgpack.unpackb(path.read_bytes()))
+                pending = _requests_from(msgpack.unpackb((path.parent / "pending").read_bytes()))
                 # A copied folder would run the job twice, with two writers for one log.
-                if order.job_id != path.parent.name:
-                    raise ValueError(f"it is the record of job {order.job_id!r}")
+                if spec.job_id != path.parent.name:
+                    raise ValueError(f"it is the record of job {spec.job_id!r}")
             except (OSError, ValueError, TypeError, KeyError) as exc:
                 logger.error("the record of job %s cannot be read: %s", path.parent.name, exc)
                 continue
-            self._noted[order.job_id] = wishes
-            yield order, wishes
+            self._noted[spec.job_id] = pending
+            yield spec, pending
 
     # --- the newest message from each supervisor ---
 
@@ -163,13 +163,13 @@ def _replace(path: Path, data: bytes) -> None:
     os.replace(draft, path)
 
 
-def _order_from(values: dict[str, Any]) -> JobSpec:
-    order = JobSpec(**{**values, "run_dir": Path(values["run_dir"])})
+def _spec_from(values: dict[str, Any]) -> JobSpec:
+    spec = JobSpec(**{**values, "run_dir": Path(values["run_dir"])})
     # Check only the size: hashing gigabytes would delay the scheduler, and trainers check the
     # digest.
-    if order.bundle_path.stat().st_size != order.bundle_size:
-        raise ValueError(f"{order.bundle_path} has changed since the job was submitted")
-    return order
+    if spec.bundle_path.stat().st_size != spec.bundle_size:
+        raise ValueError(f"{spec.bundle_path} has changed since the job was submitted")
+    return spec
 
 
 def _requests_from(values: dict[str, Any]) -> PendingRequests:

@@ -114,10 +114,10 @@ class JobSpec:
 
         A job in a bucket gets a run folder on this machine.
         """
-        order = cls(**{**job, "run_dir": Path(job["run_dir"])})
-        if order.place:
-            order.run_dir = spool_of(order.place)
-        return order
+        spec = cls(**{**job, "run_dir": Path(job["run_dir"])})
+        if spec.place:
+            spec.run_dir = spool_of(spec.place)
+        return spec
 
 
 @dataclass

@@ -41,7 +41,7 @@ class OpenedRun:
     uploads: Uploads
 
 
-def open_run(order: JobSpec) -> OpenedRun:
+def open_run(spec: JobSpec) -> OpenedRun:
     """Become the writer of a job's log.
 
     Blocks on requests to the bucket, so do not call it on an event loop.
@@ -50,19 +50,19 @@ def open_run(order: JobSpec) -> OpenedRun:
         FencedError: If another process is its writer.
         RunStoreError: If the bucket cannot be read and written from this machine.
     """
-    lock = take_lock(order.run_dir, patience_s=LOCK_S)
+    lock = take_lock(spec.run_dir, patience_s=LOCK_S)
     if lock is None:
         raise FencedError(
-            f"the log of job {order.job_id} is still being written or uploaded by another "
+            f"the log of job {spec.job_id} is still being written or uploaded by another "
             "process on this machine. Nothing was done. Find it with %etrain ls, and retry "
             "when it has ended"
         )
-    path = order.log_path
+    path = spec.log_path
     try:
-        chain = Chain(RunObjects(order.place, patience_s=UPLOAD_PATIENCE_S))
-        if order.resumes:
+        chain = Chain(RunObjects(spec.place, patience_s=UPLOAD_PATIENCE_S))
+        if spec.resumes:
             copy = LogCopy(chain, path)
-            uploads = claim(copy, chain, job_id=order.job_id, end=order.log_end)
+            uploads = claim(copy, chain, job_id=spec.job_id, end=spec.log_end)
         else:
             uploads = Uploads(chain, path, writer=new_writer(), seq=0)
         uploads.beat()  # the bucket now names this writer; a write failure is raised here
@@ -72,14 +72,14 @@ def open_run(order: JobSpec) -> OpenedRun:
     return OpenedRun(lock=lock, uploads=uploads)
 
 
-def _reopen_run(order: JobSpec) -> OpenedRun:
+def _reopen_run(spec: JobSpec) -> OpenedRun:
     # Continue under the previous writer's name, which is in this folder. The lock was released when
     # that process died, so a reader may now hold it to fill the copy from the bucket.
-    lock = take_lock(order.run_dir, patience_s=LOCK_S)
+    lock = take_lock(spec.run_dir, patience_s=LOCK_S)
     if lock is None:
-        raise FencedError(f"another process on this machine is writing the log of {order.job_id}")
-    chain = Chain(RunObjects(order.place, patience_s=UPLOAD_PATIENCE_S))
-    return OpenedRun(lock=lock, uploads=Uploads(chain, order.log_path))
+        raise FencedError(f"another process on this machine is writing the log of {spec.job_id}")
+    chain = Chain(RunObjects(spec.place, patience_s=UPLOAD_PATIENCE_S))
+    return OpenedRun(lock=lock, uploads=Uploads(chain, spec.log_path))
 
 
 class MirroredLog(JobLog):
@@ -91,24 +91,24 @@ class MirroredLog(JobLog):
         append(end) -> uploaded, or LAST_UPLOAD_S passed -> listeners get the end -> close
 
     Args:
-        order: Specification of the job.
+        spec: Specification of the job.
         opened: Result of ``open_run``; None if this machine was already the writer.
         on_fenced: Called on the event loop when another coordinator takes over the job.
     """
 
     def __init__(
-        self, order: JobSpec, opened: OpenedRun | None, on_fenced: Callable[[], None]
+        self, spec: JobSpec, opened: OpenedRun | None, on_fenced: Callable[[], None]
     ) -> None:
-        self._order = order
+        self._spec = spec
         self._on_fenced = on_fenced
         self._loop = asyncio.get_running_loop()
         self._withheld = 0  # ``seq`` of the job's end while it is held back; otherwise 0
         self._is_closing = False
         self._ending: asyncio.Task[None] | None = None
         self._troubled_at = 0.0
-        run = opened or _reopen_run(order)
+        run = opened or _reopen_run(spec)
         try:
-            super().__init__(order.log_path)
+            super().__init__(spec.log_path)
         except BaseException:
             os.close(run.lock)
             raise
@@ -116,7 +116,7 @@ class MirroredLog(JobLog):
         self._mirror = Mirror(
             run.uploads,
             lock=run.lock,
-            name=order.job_id,
+            name=spec.job_id,
             on_trouble=lambda why: self._call(self._log_trouble, why),
             on_fenced=lambda why: self._call(self._fence, why),
         )
@@ -173,12 +173,12 @@ class MirroredLog(JobLog):
         self._withheld = 0
         self._announce()
         if self._mirror.seq < seq:
-            logger.warning("job %s: its end is not in %s", self._order.job_id, self._mirror.where)
+            logger.warning("job %s: its end is not in %s", self._spec.job_id, self._mirror.where)
             why = self._mirror.trouble or f"not uploaded within {LAST_UPLOAD_S:.0f} s"
             self._log_line(
                 "warning",
                 f"The job has ended, but {self._mirror.where} does not have its end yet ({why}). "
-                f"It is in {self._order.run_dir}; the upload is retried",
+                f"It is in {self._spec.run_dir}; the upload is retried",
             )
         if self._is_closing:
             self._finish()
@@ -216,6 +216,6 @@ class MirroredLog(JobLog):
 
     def _log_line(self, level: str, text: str) -> None:
         if self._is_open:
-            job_id, now = self._order.job_id, time.time()
+            job_id, now = self._spec.job_id, time.time()
             line = events.LogLine(job_id=job_id, time=now, level=level, worker="", text=text)
             super().append([line])

@@ -57,16 +57,16 @@ class TrainerMessages:
     """Keep the facts that a job's trainers report, and derive the consequences of each report.
 
     Args:
-        order: The job.
+        spec: The job.
         record: Fold of the job's log; ``HostedJob`` adds each event to it.
     """
 
-    def __init__(self, order: JobSpec, record: JobRecord) -> None:
-        self._order, self._record = order, record
+    def __init__(self, spec: JobSpec, record: JobRecord) -> None:
+        self._spec, self._record = spec, record
         self.trainers: dict[str, TrainerFacts] = {}
         """All launched trainers by name, including those that have left."""
         self.step_clock = StepClock()
-        self.planned = PlannedFaults(order.faults)
+        self.planned = PlannedFaults(spec.faults)
         self.printed = PrintedLines()
         self._rendezvous = Rendezvous()
 
@@ -143,7 +143,7 @@ class TrainerMessages:
     def _event(self, kind: type[events.Event], **values: Any) -> events.Event:
         # Use the current time and generation, unless ``values`` contains others.
         common = {"time": time.time(), "generation": _CURRENT}
-        return kind(job_id=self._order.job_id, **{**common, **values})
+        return kind(job_id=self._spec.job_id, **{**common, **values})
 
     # --- one method per kind of report ---
 
@@ -178,7 +178,7 @@ class TrainerMessages:
         facts.pid, facts.device, facts.gpu = report.pid, report.device, report.gpu
         before, now = self._record.num_samples_before, report.plan["num_train_samples"]
         plan = self._record.plan if self._record.is_planned else None
-        if before not in (0, now) and not self._order.is_forced:
+        if before not in (0, now) and not self._spec.is_forced:
             yield _user_error(
                 report.trainer,
                 f"data.train has {now} samples, but had {before} when the job was last trained, so "
@@ -187,7 +187,7 @@ class TrainerMessages:
             )
             return
         is_other = before and not _are_same_shards(self._record.shards_before, _shards(report.plan))
-        if is_other and not self._order.is_forced:
+        if is_other and not self._spec.is_forced:
             yield _user_error(report.trainer, _OTHER_SHARDS)
             return
         if plan is None:
@@ -269,7 +269,7 @@ class TrainerMessages:
     def _on_steps(self, report: m.StepsTrained) -> Iterator[Consequence]:
         # When the generator continues after the first ``yield``, the steps are in the log and the
         # record: the stimulus carries the committed step.
-        job_id, steps = self._order.job_id, self.step_clock
+        job_id, steps = self._spec.job_id, self.step_clock
         records = steps.take(report.records, after=self._record.logged_step)
         if records:
             yield [events.StepCompleted(job_id=job_id, **record) for record in records]
@@ -347,7 +347,7 @@ class TrainerMessages:
     def _cells(self) -> dict[str, CellSource]:
         # The cells' labels for a crash report, which is useful even without them.
         try:
-            return read_cells(self._order.bundle_path)
+            return read_cells(self._spec.bundle_path)
         except (OSError, BundleError):
             return {}
 

@@ -28,7 +28,7 @@ from etrain_jupyter.storage.checkpoints import open_store
 from etrain_jupyter.wire.messages import TrainerSummary
 
 
-def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence, SpeedEvidence]:
+def read_record(spec: JobSpec, log: Path) -> tuple[JobRecord, Evidence, SpeedEvidence]:
     """Fold a job's log for the coordinator that resumes or takes over the job."""
     # A machine crash may lose the last second of the log, but no durable checkpoint:
     #
@@ -40,20 +40,20 @@ def read_record(order: JobSpec, log: Path) -> tuple[JobRecord, Evidence, SpeedEv
     record, evidence, speeds = JobRecord().apply_all(events), Evidence(), SpeedEvidence()
     for event in events:
         evidence.fold(event)
-        if order.is_sized:
+        if spec.is_sized:
             speeds.fold(event)
-    record.generation = max(record.generation, _newest_writer(order))
+    record.generation = max(record.generation, _newest_writer(spec))
     return record, evidence, speeds
 
 
-def _newest_writer(order: JobSpec) -> int:
+def _newest_writer(spec: JobSpec) -> int:
     # Ignore damaged manifests, and those from other jobs in the same folder.
-    store = open_store(order.checkpoints)
+    store = open_store(spec.checkpoints)
     newest = 0
     for step in store.list_steps():
         with contextlib.suppress(CheckpointError):
             manifest = store.read_manifest(step)
-            newest = max(newest, manifest.generation if manifest.job_id == order.job_id else 0)
+            newest = max(newest, manifest.generation if manifest.job_id == spec.job_id else 0)
     return newest
 
 
@@ -69,7 +69,7 @@ def resumed_state(record: JobRecord, fresh: JobState) -> JobState:
     )
 
 
-def recovered_state(record: JobRecord, fresh: JobState, wishes: PendingRequests) -> JobState:
+def recovered_state(record: JobRecord, fresh: JobState, pending: PendingRequests) -> JobState:
     """Return the state of a job whose trainers may still be alive, based on a new job's state."""
     low, high = record.workers
     last_step_at = clock.from_wall(record.last_step.time) if record.last_step else 0.0
@@ -82,8 +82,8 @@ def recovered_state(record: JobRecord, fresh: JobState, wishes: PendingRequests)
         next_whys=("restart",) if record.generation else ("start",),
         has_trained=record.has_trained,
         timings=Timings(step_s=record.step_s, last_step_at=last_step_at),
-        pause=Pause(reason=wishes.pause_reason) if wishes.paused else None,
-        ending=Stopping() if wishes.is_stopping else None,
+        pause=Pause(reason=pending.pause_reason) if pending.paused else None,
+        ending=Stopping() if pending.is_stopping else None,
     )
 
 

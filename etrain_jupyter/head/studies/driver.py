@@ -257,9 +257,9 @@ class StudyDriver:
             trial.ended_as = "failed"
             return
         try:
-            order = self.spec.make_order(trial.number, config, resumes=resumes)
+            spec = self.spec.make_job(trial.number, config, resumes=resumes)
             self._by_job[trial.job_id] = trial
-            await self._host.host_job(order)
+            await self._host.host_job(spec)
             trial.is_started = True
         except OSError as exc:
             logger.warning("trial %s did not start, retrying: %s", trial.job_id, exc)

@@ -40,27 +40,27 @@ class Studies:
         self._folder = folder / FOLDER if folder is not None else None
         self._drivers: dict[str, StudyDriver] = {}
         self._leases: dict[str, StudyLease] = {}
-        self._recalled: list[StudySpec] = []
+        self._replayed: list[StudySpec] = []
 
     @property
     def is_active(self) -> bool:
         """True while a study runs."""
-        return bool(self._drivers or self._recalled)
+        return bool(self._drivers or self._replayed)
 
-    def recall(self) -> None:
+    def replay(self) -> None:
         """Read the studies of the previous scheduler; ``start`` continues them."""
         for path in sorted(self._folder.glob("*")) if self._folder is not None else []:
             if path.name.startswith("."):
                 continue
             try:
-                self._recalled.append(StudySpec.from_message(msgpack.unpackb(path.read_bytes())))
+                self._replayed.append(StudySpec.from_message(msgpack.unpackb(path.read_bytes())))
             except (OSError, ValueError, TypeError, KeyError) as exc:
                 logger.error("the record of study %s cannot be read: %s", path.name, exc)
 
     def start(self) -> None:
-        """Continue the recalled studies, on the running event loop."""
-        recalled, self._recalled = self._recalled, []
-        for spec in recalled:
+        """Continue the replayed studies, on the running event loop."""
+        replayed, self._replayed = self._replayed, []
+        for spec in replayed:
             try:
                 self._leases[spec.study_id] = StudyLease(spec.folder)
             except (FencedError, OSError) as exc:

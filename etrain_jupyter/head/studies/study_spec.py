@@ -81,7 +81,7 @@ class StudySpec:
         template = TrialTemplate(**{**self.template, "names": tuple(self.template["names"])})
         return template.build(values)
 
-    def make_order(self, number: int, config: TrainConfig, *, resumes: bool) -> JobSpec:
+    def make_job(self, number: int, config: TrainConfig, *, resumes: bool) -> JobSpec:
         """Return the job specification of a trial, and create its folder unless it exists."""
         job_id = self.job_id_of(number)
         name = f"{self.name}-{number:03d}"

@@ -25,7 +25,7 @@ class TrialHost(Protocol):
     def find_job(self, job_id: str) -> HostedJob | None:
         """Return a job of this scheduler, also one that has ended."""
 
-    async def host_job(self, order: JobSpec) -> None:
+    async def host_job(self, spec: JobSpec) -> None:
         """Start or resume a job."""
 
     def after_change(self) -> None:

@@ -205,11 +205,11 @@ class GuestCoordinator(Coordinator):
         self._wake()
         return await super()._submit_study(request)
 
-    async def host_job(self, order: JobSpec) -> None:
+    async def host_job(self, spec: JobSpec) -> None:
         """Start or resume a job for a study."""
-        await super().host_job(order)
+        await super().host_job(spec)
         for name, why in self._unfit.items():
-            _log_unfit(self._jobs[order.job_id], name, why)
+            _log_unfit(self._jobs[spec.job_id], name, why)
 
     async def _check_folder(self, folder: str) -> None:
         """Refuse a job or a study whose folder exists only on the notebook's machine."""

@@ -23,7 +23,7 @@ VOCABULARIES = {
     "to trainer": (m.TO_TRAINER, m.ToTrainer),
     "from trainer": (m.FROM_TRAINER, m.FromTrainer),
     "to supervisor": (m.TO_SUPERVISOR, m.ToSupervisor),
-    "forwarded to trainer": (m.FORWARDED_ORDER, m.ForwardedOrder),
+    "forwarded to trainer": (m.FORWARDED, m.ForwardedMessage),
     "from supervisor": (m.FROM_SUPERVISOR, m.FromSupervisor | m.AnyReport),
 }
 CASES = [

@@ -39,7 +39,7 @@ class Pair:
         self.far = far
         self.near = near
         self.batched: Any = BatchedSend(interval="5ms")  # type: ignore[no-untyped-call]
-        self.stream = MessageStream(self.batched, "etrain_order")
+        self.stream = MessageStream(self.batched, "etrain_message")
 
     async def read(self, num: int) -> list[Any]:
         """Return the next ``num`` messages."""
@@ -61,7 +61,7 @@ async def pair() -> AsyncIterator[Pair]:
 
 
 def order(number: int, **more: Any) -> dict[str, Any]:
-    return {"op": "etrain_order", "message": {"number": number, **more}}
+    return {"op": "etrain_message", "message": {"number": number, **more}}
 
 
 async def test_messages_of_one_turn_arrive_in_one_batch(pair: Pair) -> None:
@@ -111,10 +111,10 @@ def test_other_objects_get_each_message_whole() -> None:
         send = list.append
 
     sent = Sent()
-    stream = MessageStream(sent, "etrain_order")
+    stream = MessageStream(sent, "etrain_message")
     stream.send({"number": 0})
     stream.send_shared(SharedFields({"kind": "BreakGeneration"}), {"number": 1})
     assert sent == [
         order(0),
-        {"op": "etrain_order", "message": {"kind": "BreakGeneration", "number": 1}},
+        {"op": "etrain_message", "message": {"kind": "BreakGeneration", "number": 1}},
     ]

@@ -140,7 +140,7 @@ class Rig:
         return m.BundleRef(digest=digest, size=len(BUNDLE), path="/not/here/bundle")
 
     def order(self, message: m.Message) -> None:
-        self.worker.stream_handlers["etrain_order"](codec.encode(message))
+        self.worker.stream_handlers["etrain_message"](codec.encode(message))
 
     def launch(self, trainer: str, bundle: m.BundleRef | None = None) -> None:
         bundle = bundle or self.bundle_in(self.folder)
@@ -540,7 +540,7 @@ async def test_trainer_whose_process_cannot_be_started_is_reported_as_exited(rig
 
 
 async def test_invalid_order_does_not_close_the_connection(rig):
-    receive = rig.worker.stream_handlers["etrain_order"]
+    receive = rig.worker.stream_handlers["etrain_message"]
     receive({"kind": "LaunchTrainer"})  # without a name
     receive({"kind": "Unknown"})
     receive({"op": "wake"})  # of an older version

@@ -99,9 +99,9 @@ class Stream:
         self.orders: list[Any] = []
 
     def send(self, frame: dict[str, Any]) -> None:
-        assert frame["op"] == "etrain_order"
-        is_forwarded = m.FORWARDED_ORDER.includes(order := frame["message"])
-        vocabulary = m.FORWARDED_ORDER if is_forwarded else m.TO_SUPERVISOR
+        assert frame["op"] == "etrain_message"
+        is_forwarded = m.FORWARDED.includes(order := frame["message"])
+        vocabulary = m.FORWARDED if is_forwarded else m.TO_SUPERVISOR
         self.orders.append(vocabulary.decode(order))
 
 

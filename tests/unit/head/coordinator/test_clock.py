@@ -102,7 +102,7 @@ async def test_next_scheduler_counts_from_the_clock_as_it_is_set_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rig: Rig, jump_s: float
 ) -> None:
     """The log has wall time: that of the next scheduler's start converts it, once."""
-    rig.coordinator.recall(tmp_path / "jobs", died_at=0.0)
+    rig.coordinator.replay(tmp_path / "jobs", died_at=0.0)
     await rig.start("w1", "w2")
     rig.commit("w1", 1)
     rig.say("w2", m.MachineNotice(notice="interruption", left_s=100.0))
@@ -111,7 +111,7 @@ async def test_next_scheduler_counts_from_the_clock_as_it_is_set_then(
 
     after = Rig(tmp_path, monkeypatch)
     after.now = rig.now + 10.0
-    after.coordinator.recall(tmp_path / "jobs", died_at=rig.now)
+    after.coordinator.replay(tmp_path / "jobs", died_at=rig.now)
     hello = {"plan": PLAN, "pid": 7, "device": "cpu", "warm_s": 1.0}
     known = {"started_at": rig.now - 5.0, "pid": 7, "generation": 1, "hello": hello}
     known |= {"left": None, "progress": [-1, 0], "ended_with": 0}

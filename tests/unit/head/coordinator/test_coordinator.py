@@ -650,7 +650,7 @@ async def test_stop_of_a_stalled_job_suggests_stopping_immediately(rig):
 
 async def test_reproducible_job_is_not_scaled_beyond_its_shards(rig):
     await rig.start("w1", "w2")
-    rig.job.order.config = {
+    rig.job.spec.config = {
         "model": "Net",
         "data": {"train": "d"},
         "loss": "f",

@@ -33,7 +33,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def on_disk(rig: Rig) -> list[events.Event]:
-    return list(read_events(rig.job.order.log_path))
+    return list(read_events(rig.job.spec.log_path))
 
 
 def steps_of(found: list[events.Event]) -> list[int]:
@@ -93,7 +93,7 @@ async def test_events_kept_in_memory_are_not_served_but_the_reason_is(rig: Rig, 
 async def test_message_is_acknowledged_only_after_its_events_are_on_disk(
     rig: Rig, disk: Disk, tmp_path: Path
 ) -> None:
-    rig.coordinator.recall(tmp_path / "jobs", died_at=0.0)
+    rig.coordinator.replay(tmp_path / "jobs", died_at=0.0)
     await rig.start("w1")
     line = {"level": "info", "text": "hi"}
     numbered(rig, "w1", 1, **line)
@@ -140,7 +140,7 @@ async def test_job_continues_without_a_lost_rank_while_the_disk_is_full(
 async def test_end_of_a_job_is_announced_only_after_it_is_on_disk(
     rig: Rig, disk: Disk, tmp_path: Path
 ) -> None:
-    rig.coordinator.recall(tmp_path / "jobs", died_at=0.0)
+    rig.coordinator.replay(tmp_path / "jobs", died_at=0.0)
     await rig.start("w1")
     disk.is_full = True
 
@@ -158,7 +158,7 @@ async def test_end_of_a_job_is_announced_only_after_it_is_on_disk(
     statuses = [e.status for e in on_disk(rig) if isinstance(e, events.JobStatusChanged)]
     assert statuses[-1] == "stopped"
     assert "could not be written" in getattr(on_disk(rig)[-1], "text", "")
-    EventLog(rig.job.order.log_path).close()  # nobody holds it any more
+    EventLog(rig.job.spec.log_path).close()  # nobody holds it any more
 
 
 async def test_job_is_refused_while_its_log_cannot_be_created(
@@ -199,7 +199,7 @@ async def test_trainers_waiting_for_the_disk_do_not_count_as_hanging(rig: Rig, d
 async def test_next_scheduler_gets_unwritten_events_from_the_supervisors(
     rig: Rig, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig.coordinator.recall(tmp_path / "jobs", died_at=0.0)
+    rig.coordinator.replay(tmp_path / "jobs", died_at=0.0)
     await rig.start("w1")
     numbered(rig, "w1", 1, level="info", text="before")
     trainer, generation = rig.trainer("w1"), rig.job.state.generation
@@ -210,7 +210,7 @@ async def test_next_scheduler_gets_unwritten_events_from_the_supervisors(
     disk.is_full = False
 
     after = Rig(tmp_path, monkeypatch)
-    after.coordinator.recall(tmp_path / "jobs", died_at=1000.0)
+    after.coordinator.replay(tmp_path / "jobs", died_at=1000.0)
     hello = m.TrainerHello(plan=PLAN, pid=7, device="cpu", warm_s=1.0)
     known = m.TrainerSummary(started_at=1000.0, pid=7, generation=generation, hello=hello)
     after.hello("w1", trainers={trainer: known})

@@ -27,7 +27,7 @@ def host(run_dir: Path, **log: Any) -> HostedJob:
     objects = {"bundle_digest": "", "bundle_size": 0}
     order = JobSpec(job_id="job-1", name="job", run_dir=run_dir, config={"log": log}, **objects)
     nothing: Any = lambda *_: None  # noqa: E731
-    return HostedJob(order=order, send_to=nothing, send_all=nothing)
+    return HostedJob(spec=order, send_to=nothing, send_all=nothing)
 
 
 async def test_each_logger_of_a_job_is_started(tmp_path: Path, started: Started) -> None:

@@ -152,14 +152,14 @@ async def test_notice_from_an_evicted_worker_resets_its_supervisor(rig):
 async def test_next_coordinator_knows_the_workers_at_risk_and_logs_each_once(
     cloud, tmp_path, monkeypatch
 ):
-    cloud.coordinator.recall(tmp_path / "jobs", died_at=0.0)
+    cloud.coordinator.replay(tmp_path / "jobs", died_at=0.0)
     await cloud.start("w1", "w2")
     recommend(cloud, "w1")
     interrupt(cloud, "w2", 60.0)
     cloud.job.job_log.close()
     after = Rig(tmp_path, monkeypatch)
     after.nodes.replaces_early = after.nodes.trains_after_notice = True
-    after.coordinator.recall(tmp_path / "jobs", died_at=1000.0)
+    after.coordinator.replay(tmp_path / "jobs", died_at=1000.0)
     assert isinstance(after.coordinator._mode, Recovering)
     after.hello("w1", "w2")
     recommend(after, "w1")

@@ -36,7 +36,7 @@ class Lives:
 
     def _next(self, died_at: float = 0.0) -> Rig:
         rig = Rig(self.folder, self._patch)
-        rig.coordinator.recall(self.folder / "jobs", died_at=died_at)
+        rig.coordinator.replay(self.folder / "jobs", died_at=died_at)
         return rig
 
     def die(self) -> Rig:
@@ -187,7 +187,7 @@ async def test_job_whose_ranks_are_done_is_finished_with_a_checkpoint(lives: Liv
     assert rig.events(JobStatusChanged)[-1].status == "finished"
     assert len(rig.events(CheckpointCommitted)) == 1
     rig.tick()
-    assert not (lives.folder / "jobs" / "j").exists(), "nobody has to recall it any more"
+    assert not (lives.folder / "jobs" / "j").exists(), "no scheduler has to replay it any more"
 
 
 async def test_pool_that_halts_during_the_recovery_stops_the_job_with_a_checkpoint(

@@ -27,7 +27,7 @@ def host(run_dir: Path, **log: Any) -> HostedJob:
     objects = {"bundle_digest": "", "bundle_size": 0}
     order = JobSpec(job_id="job-1", name="job", run_dir=run_dir, config={"log": log}, **objects)
     nothing: Any = lambda *_: None  # noqa: E731
-    return HostedJob(order=order, send_to=nothing, send_all=nothing)
+    return HostedJob(spec=order, send_to=nothing, send_all=nothing)
 
 
 async def test_tensorboard_files_are_written_to_the_configured_folder(

@@ -72,7 +72,7 @@ async def test_events_are_uploaded_to_the_bucket(rig: Rig, tmp_path: Path, place
     there = seen_elsewhere(tmp_path, place)
     assert there == list(read_events(spool_of(place) / "events.jsonl"))
     assert [e.step for e in there if isinstance(e, events.StepCompleted)] == [1, 2]
-    assert rig.job.order.checkpoints == place
+    assert rig.job.spec.checkpoints == place
 
 
 async def test_exhibit_is_uploaded_to_the_bucket(rig: Rig, place: str) -> None:
@@ -185,7 +185,7 @@ async def test_job_is_taken_over_on_another_machine(
     await second.submit(place=place, resumes=True)
     [resumed] = second.events(events.JobResumed)
     assert (resumed.from_status, resumed.step) == ("running", 2)
-    assert second.job.order.run_dir == tmp_path / "second" / spool_of(place).relative_to(
+    assert second.job.spec.run_dir == tmp_path / "second" / spool_of(place).relative_to(
         tmp_path / "second"
     )
     await until(lambda: second.job.job_log._mirror.seq == second.job.job_log.last_seq)
@@ -221,7 +221,7 @@ async def test_restarted_coordinator_continues_as_the_same_writer(
 ) -> None:
     await rig.start("w1", place=place)
     await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
-    order, log = rig.job.order, rig.job.job_log
+    order, log = rig.job.spec, rig.job.job_log
     log.close()
     assert log._mirror.join(30.0)
     again = mirrored_log.MirroredLog(order, None, lambda: None)

@@ -175,7 +175,7 @@ async def test_interval_set_in_the_cell_is_not_changed(rig, monkeypatch):
 
 async def started(rig: Rig):
     await rig.start("w1")
-    return rig.job.order
+    return rig.job.spec
 
 
 # --- those that were given up ---

@@ -402,7 +402,7 @@ def test_recovered_decision_stores_its_value_and_ends_the_trial(tmp_path: Path) 
     store.place_rungs(num_samples=1600, min_samples=100)
     trial = store.ask()
     store._storage.set_trial_user_attr(store._frozen(0)._trial_id, "reason", "pruned at rung 1")
-    order = spec.make_order(0, spec.build_config(trial.values), resumes=False)
+    order = spec.make_job(0, spec.build_config(trial.values), resumes=False)
     with contextlib.closing(EventLog(order.log_path)) as log:
         common = {"job_id": order.job_id, "time": 0.0, "generation": 1}
         log.append(

@@ -86,7 +86,7 @@ def test_restarted_scheduler_leaves_a_study_that_another_cluster_has_resumed(
         dead._folder = tmp_path / "a" / "studies"
         dead._record(spec)
         successor = Studies(EndingHost(), tmp_path / "a")
-        successor.recall()
+        successor.replay()
         assert successor.is_active
         successor.start()
         return successor

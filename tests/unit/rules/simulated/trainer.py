@@ -129,7 +129,7 @@ class Trainer:
 
     def _main_acts(self) -> Iterator[Act]:
         if self.place == "starting":
-            yield self.say_hello
+            yield self.send_hello
         elif self.place == "idle":
             if self.inbox:
                 yield self.take_order
@@ -165,7 +165,7 @@ class Trainer:
 
     # --- its main thread ---
 
-    def say_hello(self) -> None:
+    def send_hello(self) -> None:
         self.place = "idle"
         self.say("hello")
 
