@@ -2,8 +2,8 @@
 
 ::
 
-    coordinator (scheduler plugin) --etrain_message--> supervisor (worker plugin) --channel--> trainer
-                                   <-etrain_report---                            <-channel---
+    coordinator (scheduler plugin) -etrain_message-> supervisor (worker plugin) --channel--> trainer
+                                   <-etrain_report--                            <-channel---
 
 Imports no torch and never unpickles user code: bundles pass through as bytes.
 """

@@ -114,8 +114,9 @@ def _powersgd(group: RankGroup) -> Send:
 class _SummingGroup(dist.ProcessGroup):
     """The part of a process group that torch's hooks use, over the generation's collectives.
 
-    torch's own process groups cannot be aborted. The hooks wait for one sum in the callback of another, which could block forever in a gloo
-    thread. Here, each sum is complete when the call returns, and an abort ends the call.
+    torch's own process groups cannot be aborted. The hooks wait for one sum in the callback of
+    another, which could block forever in a gloo thread. Here, each sum is complete when the call
+    returns, and an abort ends the call.
     """
 
     def __init__(self, group: RankGroup) -> None:

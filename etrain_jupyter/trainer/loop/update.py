@@ -34,7 +34,7 @@ class NonFiniteLossError(ArithmeticError):
 
 
 def check_loss(step: Step) -> None:
-    """Raise NonFiniteLossError if the mean loss is NaN or infinite: the update would corrupt weights.
+    """Raise NonFiniteLossError if the mean loss is NaN or infinite, which would corrupt weights.
 
     All ranks detect it before any of them updates its weights, because they check the summed loss.
     Gradients that overflow in fp16 are a different case, in which the loss itself is finite.
