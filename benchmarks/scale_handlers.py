@@ -55,8 +55,10 @@ class _Head:
         addresses = {f"tls://{name}": name for name in self._names}
         workers = {address: SimpleNamespace(name=name) for address, name in addresses.items()}
         streams = {address: Sent() for address in addresses}
-        scheduler: Any = SimpleNamespace(workers=workers, stream_comms=streams)
-        coordinator._scheduler = scheduler
+        scheduler: Any = SimpleNamespace(
+            workers=workers, stream_comms=streams, stream_handlers={}, handlers={}
+        )
+        coordinator.register(scheduler)
         self.coordinator: Any = coordinator
 
     async def run(self, folder: Path) -> dict[str, float]:
@@ -68,7 +70,7 @@ class _Head:
         job = {"job_id": "j", "name": "j", "run_dir": str(folder), "config": {}}
         bundle = {"bundle_digest": hashlib.sha256(BUNDLE).hexdigest(), "bundle_size": len(BUNDLE)}
         bounds = {"min_workers": 1, "max_workers": len(names)}
-        await self.coordinator._submit(q.SubmitJob(job={**job, **bundle, **bounds}))
+        await self.coordinator._kernel_requests.submit(q.SubmitJob(job={**job, **bundle, **bounds}))
         self._trainers = {x.worker: x.trainer for x in self._job.state.members.values()}
         warm = {"pid": 7, "device": "cpu", "warm_s": 1.0, "plan": PLAN}
         self._time("trainers' hellos", lambda: self._report(names, m.TrainerHello, **warm))

@@ -62,6 +62,7 @@ class Acknowledgements:
         """Forget a supervisor that will not reconnect."""
         for known in (self._taken, self._blocked_by, self._due):
             known.pop(worker, None)
+        self._records.forget_worker(worker)
 
     def collect(self) -> dict[str, int]:
         """Return, for each worker, the number of the last report that its supervisor may drop."""

@@ -1,10 +1,12 @@
-"""Roster of a cluster's active and fenced workers."""
+"""Roster of a cluster's active and fenced workers, and facts about their machines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from etrain_jupyter.head.coordinator.nodes import NodeSource
 from etrain_jupyter.rules.membership.silence import HeartbeatMonitor
 
 
@@ -65,6 +67,11 @@ class WorkerRoster:
         """Return the worker with this name, or None."""
         return self._by_name.get(name)
 
+    def is_stuck(self, names: Iterable[str]) -> bool:
+        """Return True if the supervisor of one of these workers blocks its trainers."""
+        facts = [self._by_name.get(name) for name in names]
+        return any(known is not None and known.is_stuck for known in facts)
+
     def greet(self, facts: WorkerFacts, now: float) -> bool:
         """Process a hello; return False if this incarnation is fenced."""
         # A fenced supervisor may reconnect before it has received the reset. Its trainers are still
@@ -117,3 +124,35 @@ class WorkerRoster:
             self._evicted[facts.address] = facts.incarnation
             evicted.append((facts, silence_s))
         return evicted
+
+
+class Machines:
+    """Facts about the workers' machines, from the pool and the roster."""
+
+    def __init__(self, nodes: NodeSource, roster: WorkerRoster) -> None:
+        self._nodes = nodes
+        self._roster = roster
+        self._by_worker: dict[str, dict[str, Any]] | None = None
+
+    def forget(self) -> None:
+        """Read the pool's nodes again at the next call of ``describe``."""
+        self._by_worker = None
+
+    def describe(self, worker: str) -> dict[str, Any]:
+        """Return the facts about a worker's machine, as fields of ``WorkerJoined``."""
+        facts = self._roster.get(worker)
+        # Listing the nodes takes time for each of them, and a job may start trainers on all.
+        if self._by_worker is None or worker not in self._by_worker:
+            self._by_worker = {node["worker"]: node for node in reversed(self._nodes.nodes())}
+        node = self._by_worker.get(worker, {})
+        machine: dict[str, Any] = (
+            {"device": facts.device, "address": facts.address} if facts else {}
+        )
+        if node.get("zone"):
+            machine |= {
+                "machine": node["type"],
+                "zone": node["zone"],
+                "lifecycle": node["lifecycle"],
+                "usd_per_h": node["price_usd_per_h"],
+            }
+        return machine

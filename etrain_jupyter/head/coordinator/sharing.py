@@ -77,6 +77,12 @@ class Sharing:
             jobs[job_id].handle(s.WorkersAssigned(workers=free))
         self._want_workers()
 
+    def capacity(self) -> int:
+        """Return how many workers can train at the same time without slowing each other down."""
+        most = self._nodes.capacity() or len(self._workers) or 1
+        # On this machine, there are more slots than cores, so that a job can be scaled for a test.
+        return most if self._nodes.replaces_early else min(most, max(2, num_usable_cores()))
+
     def review_sizes(self) -> bool:
         """Choose again how many workers the jobs with ``target: goodput`` take.
 

@@ -615,6 +615,10 @@ class HostedJob:
 
     # --- queries ---
 
+    def workers(self) -> list[str]:
+        """Return the workers of all its trainers."""
+        return [member.worker for member in self.state.members.values()]
+
     def ranks(self) -> list[str]:
         """Return the workers of the current generation, in rank order."""
         ranked = {m.trainer: m.worker for m in self.state.in_phase("ranked")}

@@ -46,15 +46,11 @@ class PendingRequests:
 
 
 class JobRecords:
-    """Records of a cluster's jobs.
+    """Records of a cluster's jobs."""
 
-    Args:
-        folder: Folder for the records; None to keep no records, if no later scheduler would read
-            them.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        """Folder for the records; None to keep none, if no later scheduler would read them."""
         self._noted: dict[str, PendingRequests] = {}
         self._heard: dict[str, int] = {}
         self._files: dict[str, int] = {}  # open descriptors, by worker
@@ -64,9 +60,9 @@ class JobRecords:
         """Record a job that is being submitted."""
         # Unlike ``note``, this raises disk errors: the job has not started, so the user can free
         # space and submit it again.
-        if self._folder is None:
+        if self.folder is None:
             return
-        folder = self._folder / check_job_id(spec.job_id)
+        folder = self.folder / check_job_id(spec.job_id)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         values = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
         values["run_dir"] = str(spec.run_dir)
@@ -75,25 +71,25 @@ class JobRecords:
 
     def note(self, job_id: str, pending: PendingRequests) -> None:
         """Record the requests for a job, if they have changed. A failed write is retried later."""
-        if self._folder is not None and self._noted.get(job_id) != pending:
+        if self.folder is not None and self._noted.get(job_id) != pending:
             with self._warning():
                 self._note(job_id, pending)
 
     def _note(self, job_id: str, pending: PendingRequests) -> None:
-        assert self._folder is not None
+        assert self.folder is not None
         packed = msgpack.packb(dataclasses.asdict(pending))
-        _replace(self._folder / check_job_id(job_id) / "pending", packed)
+        _replace(self.folder / check_job_id(job_id) / "pending", packed)
         self._noted[job_id] = pending
 
     def remove(self, job_id: str) -> None:
         """Remove the record of a job that has ended."""
         self._noted.pop(job_id, None)
-        if self._folder is not None:
-            shutil.rmtree(self._folder / check_job_id(job_id), ignore_errors=True)
+        if self.folder is not None:
+            shutil.rmtree(self.folder / check_job_id(job_id), ignore_errors=True)
 
     def load(self) -> Iterator[tuple[JobSpec, PendingRequests]]:
         """Yield unfinished jobs with their requests; skip damaged records."""
-        folders = sorted(self._folder.glob("*/spec")) if self._folder is not None else []
+        folders = sorted(self.folder.glob("*/spec")) if self.folder is not None else []
         for path in folders:
             try:
                 spec = _spec_from(msgpack.unpackb(path.read_bytes()))
@@ -113,20 +109,20 @@ class JobRecords:
         """Return the number of the newest message from a supervisor that was processed."""
         if worker not in self._heard:
             self._heard[worker] = 0
-            if self._folder is not None:
+            if self.folder is not None:
                 with contextlib.suppress(OSError):
-                    data = (self._folder / HEARD / worker).read_bytes()
+                    data = (self.folder / HEARD / worker).read_bytes()
                     self._heard[worker] = int.from_bytes(data[:8], "little")
         return self._heard[worker]
 
     def note_received(self, worker: str, number: int) -> None:
         """Record that a message was processed, once its events are in the log."""
         self._heard[worker] = number
-        if self._folder is None:
+        if self.folder is None:
             return
         with self._warning():
             if worker not in self._files:
-                folder = self._folder / HEARD
+                folder = self.folder / HEARD
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._files[worker] = os.open(folder / worker, os.O_WRONLY | os.O_CREAT, 0o600)
             # Write eight bytes to an open file instead of replacing it: this happens for each
@@ -141,7 +137,7 @@ class JobRecords:
             yield
         except OSError as exc:
             if not self._is_refused:
-                logger.warning("%s cannot be written: %s", self._folder, exc)
+                logger.warning("%s cannot be written: %s", self.folder, exc)
             self._is_refused = True
         else:
             self._is_refused = False
@@ -151,9 +147,9 @@ class JobRecords:
         self._heard.pop(worker, None)
         if (file := self._files.pop(worker, None)) is not None:
             os.close(file)
-        if self._folder is not None:
+        if self.folder is not None:
             with contextlib.suppress(OSError):
-                (self._folder / HEARD / worker).unlink()
+                (self.folder / HEARD / worker).unlink()
 
 
 def _replace(path: Path, data: bytes) -> None:

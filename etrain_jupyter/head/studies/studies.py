@@ -32,12 +32,11 @@ class Studies:
 
     Args:
         host: Runs the trials.
-        folder: The scheduler's folder for records; None if it keeps none.
     """
 
-    def __init__(self, host: TrialHost, folder: Path | None) -> None:
+    def __init__(self, host: TrialHost) -> None:
         self._host = host
-        self._folder = folder / FOLDER if folder is not None else None
+        self._folder: Path | None = None  # for records, if a later scheduler would read them
         self._drivers: dict[str, StudyDriver] = {}
         self._leases: dict[str, StudyLease] = {}
         self._replayed: list[StudySpec] = []
@@ -47,9 +46,13 @@ class Studies:
         """True while a study runs."""
         return bool(self._drivers or self._replayed)
 
-    def replay(self) -> None:
-        """Read the studies of the previous scheduler; ``start`` continues them."""
-        for path in sorted(self._folder.glob("*")) if self._folder is not None else []:
+    def replay(self, folder: Path) -> None:
+        """Keep records in a folder, and read those of the previous scheduler.
+
+        ``start`` continues its studies.
+        """
+        self._folder = folder / FOLDER
+        for path in sorted(self._folder.glob("*")):
             if path.name.startswith("."):
                 continue
             try:

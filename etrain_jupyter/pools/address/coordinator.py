@@ -24,7 +24,8 @@ from distributed.comm.addressing import get_address_host
 
 from etrain_jupyter import __version__
 from etrain_jupyter.head.coordinator import clock
-from etrain_jupyter.head.coordinator.coordinator import TICK_S, Coordinator, Handler
+from etrain_jupyter.head.coordinator.coordinator import TICK_S, Coordinator
+from etrain_jupyter.head.coordinator.kernel_requests import Handler
 from etrain_jupyter.head.coordinator.nodes import NoNodes
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
@@ -104,6 +105,10 @@ class GuestCoordinator(Coordinator):
 
     def _handlers(self) -> dict[type[q.Request[Any]], Handler]:
         return super()._handlers() | {
+            q.SubmitJob: self._submit,
+            q.SubmitStudy: self._submit_study,
+            q.DescribeCluster: self._describe,
+            q.ShutDownCluster: self._down,
             q.RemoveCoordinator: self._uninstall,
             q.ListNodes: self._list_nodes,
             q.WantWorkers: self._want,
@@ -126,7 +131,7 @@ class GuestCoordinator(Coordinator):
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._active()) or self._studies.is_active
+        return bool(self._jobs.active()) or self._studies.is_active
 
     def tick(self) -> None:
         """Run due actions, and mark a scheduler with jobs as busy, as they are not Dask tasks."""
@@ -150,12 +155,11 @@ class GuestCoordinator(Coordinator):
         self._workers.tick(now)
         for facts in self._workers:
             self._workers.hear(facts.address, now)  # it sent no heartbeats while it was idle
-            self._send_to(facts.name, m.WakeSupervisor())
+        self._supervisors.send_to_each(m.WakeSupervisor())
 
     def _rest(self) -> None:
         self._work.clear()
-        for facts in self._workers:
-            self._send_to(facts.name, m.RestSupervisor())
+        self._supervisors.send_to_each(m.RestSupervisor())
 
     # --- workers ---
 
@@ -166,14 +170,14 @@ class GuestCoordinator(Coordinator):
         if facts is not None:
             self._unfit.pop(facts.name, None)
             if self._work.is_set():
-                self._send_to(facts.name, m.WakeSupervisor())
+                self._supervisors.send_to(facts.name, m.WakeSupervisor())
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Record that a worker cannot train. Called by the scheduler for all its events."""
         if topic != UNFIT:
             return
         self._unfit[msg["name"]] = msg["why"]
-        for job in self._active():
+        for job in self._jobs.active():
             _log_unfit(job, msg["name"], msg["why"])
 
     def remove_worker(
@@ -193,7 +197,7 @@ class GuestCoordinator(Coordinator):
         if not job.get("place"):
             await self._check_folder(str(job["run_dir"]))
         self._wake()
-        reply = await super()._submit(request)
+        reply = await self._kernel_requests.submit(request)
         if job["job_id"] not in self._jobs:
             return reply  # the kernel must first send the job's bundle
         for name, why in self._unfit.items():
@@ -203,7 +207,7 @@ class GuestCoordinator(Coordinator):
     async def _submit_study(self, request: q.SubmitStudy) -> q.Submitted:
         await self._check_folder(str(request.study["folder"]))
         self._wake()
-        return await super()._submit_study(request)
+        return await self._kernel_requests.submit_study(request)
 
     async def host_job(self, spec: JobSpec) -> None:
         """Start or resume a job for a study."""
@@ -217,7 +221,8 @@ class GuestCoordinator(Coordinator):
 
         import cloudpickle
 
-        # The notebook has created the folder. Check before `_open` creates it on another disk.
+        # The notebook has created the folder. Check before `HostedJobs.open` creates it on another
+        # disk.
         without_folder = [] if isdir(folder) else ["the scheduler"]
         workers = [facts.address for facts in self._workers]
         # The Dask RPC behind `Client.run`; a worker that has just left does not respond.
@@ -246,7 +251,7 @@ class GuestCoordinator(Coordinator):
             )
 
     async def _describe(self, request: q.DescribeCluster) -> q.ClusterFacts:
-        facts = await super()._describe(request)
+        facts = await self._kernel_requests.describe(request)
         return replace(facts, version=__version__, unfit=dict(self._unfit))
 
     async def _list_nodes(self, request: q.ListNodes) -> q.NodeList:
@@ -281,7 +286,7 @@ class GuestCoordinator(Coordinator):
     async def _release(self, request: q.ReleaseWorker) -> q.Done:
         worker, drain_s = request.worker, request.drain_s
         facts = self._workers.get(worker)
-        jobs = [job for job in self._active() if job.state.of_worker(worker) is not None]
+        jobs = [job for job in self._jobs.active() if job.state.of_worker(worker) is not None]
         if jobs:
             # Treat the release like an interruption notice, so that the ranks leave at a
             # step boundary and the state is copied.
@@ -293,7 +298,7 @@ class GuestCoordinator(Coordinator):
         return q.Done()
 
     async def _down(self, request: q.ShutDownCluster) -> q.ShuttingDown:
-        await self._save_and_stop(request)
+        await self._kernel_requests.save_and_stop(request)
         return q.ShuttingDown()
 
     async def _uninstall(self, request: q.RemoveCoordinator) -> q.Done:

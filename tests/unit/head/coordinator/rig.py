@@ -130,7 +130,10 @@ class Rig:
         self.nodes = Nodes()
         self.streams: dict[str, Stream] = {}
         self.coordinator = Coordinator(self.nodes, cluster_id="c", on_shutdown=lambda: None)
-        self.coordinator._scheduler = SimpleNamespace(workers={}, stream_comms=self.streams)
+        scheduler = SimpleNamespace(
+            workers={}, stream_comms=self.streams, stream_handlers={}, handlers={}
+        )
+        self.coordinator.register(scheduler)  # type: ignore[arg-type]
 
     def survive_defects(self) -> None:
         """Let the coordinator do with a defect what the product does."""
@@ -153,7 +156,7 @@ class Rig:
             **values,
         }
         order |= put_bundle(order)
-        reply = await self.coordinator._submit(q.SubmitJob(job=order))
+        reply = await self.coordinator._kernel_requests.submit(q.SubmitJob(job=order))
         assert reply == q.Submitted(job_id=order["job_id"])
 
     @property
@@ -210,12 +213,12 @@ class Rig:
     async def control(self, request: str, args: dict[str, Any] | None = None) -> str:
         """Send the job a request, as a kernel does."""
         control = q.ControlJob(job_id="j", request=request, args=args)
-        return (await self.coordinator._control(control)).message
+        return (await self.coordinator._kernel_requests.control(control)).message
 
     async def fetch(self, since: int = 0, **values: Any) -> q.EventBatch:
         """Fetch events of the job, as a kernel does."""
         request = q.FetchEvents(job_id="j", since=since, **values)
-        return await self.coordinator._events(request)
+        return await self.coordinator._kernel_requests.fetch_events(request)
 
     def step_record(self, step: int) -> dict[str, Any]:
         """Return the record of one step, of the current generation."""

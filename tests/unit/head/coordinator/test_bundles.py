@@ -37,13 +37,14 @@ async def test_head_without_access_to_the_file_requests_it_in_pieces(
     rig: Rig, tmp_path: Path
 ) -> None:
     coordinator, order = rig.coordinator, order_in(tmp_path / "j")
-    assert await coordinator._submit(q.SubmitJob(job=order)) == q.Submitted(wants_bundle=True)
+    requests = coordinator._kernel_requests
+    assert await requests.submit(q.SubmitJob(job=order)) == q.Submitted(wants_bundle=True)
     assert coordinator._jobs == {}
     assert not (tmp_path / "j").exists(), "nothing is left if nobody comes back"
     for first in range(0, len(BUNDLE), 5):
         piece = q.PutBundle(job=order, offset=first, data=BUNDLE[first : first + 5])
-        await coordinator._put_bundle(piece)
-    assert await coordinator._submit(q.SubmitJob(job=order)) == q.Submitted(job_id="j")
+        await requests.put_bundle(piece)
+    assert await requests.submit(q.SubmitJob(job=order)) == q.Submitted(job_id="j")
     path = tmp_path / "j" / "bundle"
     assert path.read_bytes() == BUNDLE
     assert path.stat().st_mode & 0o777 == 0o600
@@ -51,11 +52,11 @@ async def test_head_without_access_to_the_file_requests_it_in_pieces(
 
 
 async def test_invalid_or_incomplete_pieces_leave_no_file(rig: Rig, tmp_path: Path) -> None:
-    order = order_in(tmp_path / "j")
+    order, put = order_in(tmp_path / "j"), rig.coordinator._kernel_requests.put_bundle
     with pytest.raises(RequestError, match="the received bytes do not match its digest"):
-        await rig.coordinator._put_bundle(q.PutBundle(job=order, offset=0, data=bytes(len(BUNDLE))))
+        await put(q.PutBundle(job=order, offset=0, data=bytes(len(BUNDLE))))
     assert list((tmp_path / "j").iterdir()) == []
-    await rig.coordinator._put_bundle(q.PutBundle(job=order, offset=0, data=BUNDLE[:5]))
+    await put(q.PutBundle(job=order, offset=0, data=BUNDLE[:5]))
     await rig.coordinator.close()
     assert list((tmp_path / "j").iterdir()) == [], "a kernel that died in the midst of it"
 
@@ -64,12 +65,14 @@ async def test_file_name_that_is_not_a_bundle_is_refused(rig: Rig, tmp_path: Pat
     for name in ("../x", "job.json", "bundle/../x"):
         piece = q.PutBundle(job=order_in(tmp_path, bundle_file=name), offset=0, data=b"x")
         with pytest.raises(RequestError, match="is not the name of a bundle file"):
-            await rig.coordinator._put_bundle(piece)
+            await rig.coordinator._kernel_requests.put_bundle(piece)
     assert not (tmp_path / "x").exists()
 
 
 async def fetch(rig: Rig, digest: str, offset: int) -> q.BundlePiece:
-    return await rig.coordinator._read_bundle(q.FetchBundle(digest=digest, offset=offset))
+    return await rig.coordinator._kernel_requests.read_bundle(
+        q.FetchBundle(digest=digest, offset=offset)
+    )
 
 
 async def test_workers_get_pieces_of_an_active_jobs_bundle(rig: Rig) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from etrain_jupyter.head.coordinator import coordinator as coordinator_module
+from etrain_jupyter.head.coordinator import kernel_requests
 from etrain_jupyter.head.coordinator.coordinator import MANY_WORKERS, Coordinator
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.head.jobs import job_log
@@ -56,7 +57,7 @@ async def test_progress_of_active_jobs_is_available_to_the_pool(rig):
 async def test_first_event_after_a_pause_is_sent_immediately_and_later_ones_together(
     rig, monkeypatch
 ):
-    monkeypatch.setattr(coordinator_module, "COALESCE_S", 3600.0)
+    monkeypatch.setattr(kernel_requests, "COALESCE_S", 3600.0)
     await rig.start("w1")
     known = (await rig.fetch(wait_s=0)).events[-1]["seq"]
     first = asyncio.ensure_future(rig.fetch(known))
@@ -70,7 +71,7 @@ async def test_first_event_after_a_pause_is_sent_immediately_and_later_ones_toge
         await asyncio.sleep(0.01)
         rig.commit("w1", number)
         assert not second.done()
-    monkeypatch.setattr(coordinator_module, "COALESCE_S", 0.0)
+    monkeypatch.setattr(kernel_requests, "COALESCE_S", 0.0)
     second.cancel()
     told = (await rig.fetch(known + 1)).events
     assert [event["step"] for event in told] == [2, 3]
@@ -87,7 +88,9 @@ async def test_joined_workers_are_logged_with_their_machine_and_price(rig):
     assert [e["address"] for e in joined] == ["tls://w1", "tls://w2"]
     known = ("g5.xlarge", "us-east-1a", "spot", 0.25)
     assert facts == [known, ("", "", "", None)]
-    records = (await rig.coordinator._list_workers(q.ListWorkers(job_id="j"))).workers
+    records = (
+        await rig.coordinator._kernel_requests.list_workers(q.ListWorkers(job_id="j"))
+    ).workers
     assert [record.get("machine") for record in records] == ["g5.xlarge", None]
     assert records[0]["usd_per_h"] == 0.25
 
@@ -333,7 +336,7 @@ async def test_shutdown_waits_for_the_jobs_checkpoint_and_logs_its_author(rig):
     await rig.start("w1")
     trainer = rig.trainer("w1")
     down = q.ShutDownCluster(drain_s=30.0, by="maria in notebook a.ipynb")
-    reply = asyncio.create_task(rig.coordinator._down(down))
+    reply = asyncio.create_task(rig.coordinator._kernel_requests.shut_down(down))
     await asyncio.sleep(0)
     assert rig.job.state.status == "running"
 
@@ -351,7 +354,7 @@ async def test_shutdown_waits_for_the_jobs_checkpoint_and_logs_its_author(rig):
 
 async def test_shutdown_ends_a_job_that_cannot_save_after_the_timeout(rig):
     await rig.start("w1")
-    await rig.coordinator._down(q.ShutDownCluster(drain_s=0.01, by="maria"))
+    await rig.coordinator._kernel_requests.shut_down(q.ShutDownCluster(drain_s=0.01, by="maria"))
     end = rig.events(events.JobStatusChanged)[-1]
     assert end.status == "stopped"
     assert end.reason.endswith("by maria; no checkpoint was saved within 0.01 s")

@@ -46,7 +46,7 @@ async def submit_another(rig: Rig) -> HostedJob:
         "config": {},
     }
     order |= put_bundle(order)
-    await rig.coordinator._submit(q.SubmitJob(job={**order, "max_workers": 1}))
+    await rig.coordinator._kernel_requests.submit(q.SubmitJob(job={**order, "max_workers": 1}))
     return rig.coordinator._jobs["k"]
 
 

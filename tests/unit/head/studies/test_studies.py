@@ -32,7 +32,9 @@ def test_study_of_another_cluster_is_refused_until_that_one_has_ended(tmp_path: 
     spec = spec_of(tmp_path)
 
     async def submit_twice() -> str:
-        first, second = (Studies(EndingHost(), tmp_path / name) for name in ("a", "b"))
+        first, second = Studies(EndingHost()), Studies(EndingHost())
+        first.replay(tmp_path / "a")
+        second.replay(tmp_path / "b")
         first.submit(spec)
         with pytest.raises(RequestError) as caught:
             second.submit(spec)
@@ -82,11 +84,11 @@ def test_restarted_scheduler_leaves_a_study_that_another_cluster_has_resumed(
     spec = spec_of(tmp_path)
 
     async def restart() -> Studies:
-        dead = Studies(EndingHost(), tmp_path / "a")
-        dead._folder = tmp_path / "a" / "studies"
+        dead = Studies(EndingHost())
+        dead.replay(tmp_path / "a")
         dead._record(spec)
-        successor = Studies(EndingHost(), tmp_path / "a")
-        successor.replay()
+        successor = Studies(EndingHost())
+        successor.replay(tmp_path / "a")
         assert successor.is_active
         successor.start()
         return successor
