@@ -350,7 +350,7 @@ class RigJob:
     def ranks(self) -> list[str]:
         """Workers of the current generation in rank order; empty if it is not training."""
         state = self.hosted.state
-        members = [state.members.get(name) for name in self.hosted.step_clock.ranks]
+        members = [state.members.get(name) for name in self.hosted.messages.step_clock.ranks]
         if state.phase != "running" or not all(m and m.formed for m in members):
             return []
         return [m.worker for m in members if m]

@@ -32,6 +32,7 @@ from etrain_jupyter.head.jobs.costs import CostLog
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_records import JobRecords
 from etrain_jupyter.head.jobs.job_spec import JobSpec
+from etrain_jupyter.head.jobs.job_views import progress_of
 from etrain_jupyter.head.studies.studies import Studies
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
@@ -248,7 +249,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def progress(self) -> list[JobProgress]:
         """Return the progress of all active jobs that are not about to end."""
-        return [job.progress() for job in self._jobs.active() if not job.state.outcome]
+        return [progress_of(job) for job in self._jobs.active() if not job.state.outcome]
 
     def idle_s(self) -> float:
         """Return the seconds since the last job ended; 0.0 while a job or its upload is active."""

@@ -44,10 +44,10 @@ class Injector:
             self._nodes.kill(worker)
             # A pool whose workers are managed elsewhere cannot kill them, so the supervisor kills
             # its own process. If the pool has killed the worker, the message is lost.
-            job.send(InjectFault(trainer=member.trainer, kind_of_fault="kill_worker"))
+            job.commands.send(InjectFault(trainer=member.trainer, kind_of_fault="kill_worker"))
         else:
             job.trainers[member.trainer].is_injected = kind in FATAL
-            job.send(InjectFault(trainer=member.trainer, kind_of_fault=kind))
+            job.commands.send(InjectFault(trainer=member.trainer, kind_of_fault=kind))
 
     def give_notice(self, worker: str, notice_s: float) -> None:
         """Announce that a worker's machine will be reclaimed."""
@@ -57,10 +57,10 @@ class Injector:
 
     def commit_planned(self, job: HostedJob) -> None:
         """Inject the planned faults whose step has been committed."""
-        if job.planned.is_empty:
+        if job.messages.planned.is_empty:
             return
         ranks = job.ranks()
-        for fault in job.planned.due(job.state.step, len(ranks)):
+        for fault in job.messages.planned.due(job.state.step, len(ranks)):
             worker = ranks[fault["rank"] or 0]
             self.inject(job, worker, fault["kind"], notice_s=fault.get("notice_s", 120.0))
 

@@ -72,7 +72,7 @@ class Notices:
         for job in self._jobs_on(worker.name):
             job.log(events.RebalanceRecommended, worker=worker.name)
             for member in job.state.in_phase("ranked"):
-                job.send(RequestCheckpoint(trainer=member.trainer))
+                job.commands.send(RequestCheckpoint(trainer=member.trainer))
         self._allocate()
 
     def replay(self, notices: Mapping[str, float], at_risk: Collection[str]) -> None:

@@ -146,7 +146,7 @@ class Requests:
                 "there is nothing new to save. Retry once %etrain show lists workers that train."
             )
         for member in ranked:
-            job.send(RequestCheckpoint(trainer=member.trainer))
+            job.commands.send(RequestCheckpoint(trainer=member.trainer))
         return "saves at the next step boundary"
 
     # --- injected faults ---

@@ -94,7 +94,7 @@ class Sharing:
             return False
         self._review_at = now + REVIEW_S
         jobs = [job for job in self._active() if job.spec.is_sized]
-        return any([job.review_size(self._view_of(job)) for job in jobs]) if jobs else False
+        return any([job.tuning.review_size(self._view_of(job), job.state) for job in jobs])
 
     def _view_of(self, job: HostedJob) -> SizingView:
         prices = [node.get("price_usd_per_h") or 0.0 for node in self._nodes.nodes()]
@@ -143,7 +143,7 @@ class Sharing:
             ]
         else:
             leaving = [w for w in self._workers if w.leaves_at and w.name in kept]
-        wanted = sum(job.wanted_workers for job in jobs)
+        wanted = sum(job.tuning.wanted_workers(job.state) for job in jobs)
         self._nodes.want(wanted + len(leaving), reason="jobs")
 
     def hand_back_noticed(self) -> None:
@@ -185,13 +185,13 @@ class Sharing:
         return {m.worker for job in self._active() for m in job.state.members.values()}
 
     def _claim_of(self, job: HostedJob) -> Claim:
-        state = job.state
+        state, size = job.state, job.tuning.size
         unfit = [w.name for w in self._workers if not self._fitness.fits(w, job)]
         return Claim(
             job_id=state.job_id,
             min_workers=state.min_workers,
-            max_workers=job.wanted_workers,
-            goodputs=job.size.goodputs if job.size is not None else (),
+            max_workers=job.tuning.wanted_workers(state),
+            goodputs=size.goodputs if size is not None else (),
             held=tuple(m.worker for m in sorted(state.members.values(), key=lambda m: m.order)),
             unfit=frozenset(unfit),
         )

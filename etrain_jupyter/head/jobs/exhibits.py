@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log import events
@@ -32,14 +31,15 @@ class ExhibitFolder:
 
     Args:
         spec: The job.
-        record: Fold of the job's log, to which the caller adds each event.
+        record: Fold of the job's log, to which ``log`` adds each event.
+        log: Appends an event, given its class and fields.
     """
 
-    def __init__(self, spec: JobSpec, record: JobRecord) -> None:
-        self._spec, self._record = spec, record
+    def __init__(self, spec: JobSpec, record: JobRecord, log: Callable[..., None]) -> None:
+        self._spec, self._record, self._log = spec, record, log
 
-    def store(self, report: m.ExhibitFound, worker: str) -> events.Event:
-        """Check an exhibit and write its file; return the event to log."""
+    def store(self, report: m.ExhibitFound, worker: str) -> None:
+        """Check an exhibit and write its file; remove others if the job has too many."""
         # Workers are not trusted to keep to the limits that the scoring process has checked.
         try:
             parse_exhibit(report.format, report.data)
@@ -47,49 +47,44 @@ class ExhibitFolder:
             self._check_room(report)
             write_exhibit(self._spec.run_dir, key, report.data)
         except InvalidExhibitError as exc:
-            return self._warning(report, worker, f"was refused: it {exc}")
+            self._warn(report, worker, f"was refused: it {exc}")
         except OSError as exc:
             why = exc.strerror or str(exc)
             where = self._spec.run_dir
-            return self._warning(
-                report, worker, f"could not be stored in {where}: {why}. Training continues"
+            self._warn(report, worker, f"could not be stored in {where}: {why}. Training continues")
+        else:
+            self._log(
+                events.ExhibitStored,
+                generation=report.generation,
+                step=report.step,
+                name=report.name,
+                format=report.format,
+                size_bytes=len(report.data),
+                digest=digest_of(report.data),
             )
-        return events.ExhibitStored(
-            job_id=self._spec.job_id,
-            time=time.time(),
-            generation=report.generation,
-            step=report.step,
-            name=report.name,
-            format=report.format,
-            size_bytes=len(report.data),
-            digest=digest_of(report.data),
-        )
+        sizes = {
+            step: sum(event.size_bytes for event in named.values())
+            for step, named in self._record.exhibits.items()
+        }
+        why = "the job has too many; the first and the newest are kept"
+        self._remove(choose_removed(sizes), why)
 
-    def surplus(self) -> list[int]:
-        """Return the steps whose exhibits exceed the limits of a job."""
-        return choose_removed(
-            {
-                step: sum(event.size_bytes for event in named.values())
-                for step, named in self._record.exhibits.items()
-            }
-        )
+    def remove_after(self, step: int) -> None:
+        """Remove the exhibits of steps that are undone, because the job returned to ``step``."""
+        undone = sorted(other for other in self._record.exhibits if other > step)
+        self._remove(undone, f"the job returned to step {step:,}")
 
-    def steps_after(self, step: int) -> list[int]:
-        """Return the steps after ``step`` that have exhibits."""
-        return sorted(other for other in self._record.exhibits if other > step)
-
-    def files_of(self, step: int) -> list[str]:
-        """Return the files of an evaluation, relative to the run folder."""
-        files = []
-        for event in self._record.exhibits.get(step, {}).values():
-            # Another user may have written the log of a resumed job.
-            with contextlib.suppress(InvalidExhibitError):
-                files.append(exhibit_key(step=step, name=event.name, format=event.format))
-        return files
-
-    def remove(self, files: list[str]) -> None:
-        """Remove files from the run folder."""
-        remove_exhibits(self._spec.run_dir, files)
+    def _remove(self, steps: Iterable[int], reason: str) -> None:
+        for step in steps:
+            files = []
+            for event in self._record.exhibits.get(step, {}).values():
+                # Another user may have written the log of a resumed job.
+                with contextlib.suppress(InvalidExhibitError):
+                    files.append(exhibit_key(step=step, name=event.name, format=event.format))
+            # Log first: a file that no event names does no harm, but an event without a file would
+            # show as an error.
+            self._log(events.ExhibitsRemoved, step=step, files=files, reason=reason)
+            remove_exhibits(self._spec.run_dir, files)
 
     def _check_room(self, report: m.ExhibitFound) -> None:
         others = dict(self._record.exhibits.get(report.step, {}))
@@ -101,15 +96,10 @@ class ExhibitFolder:
                 f"{MAX_EVALUATION_BYTES:,} bytes for one evaluation"
             )
 
-    def _warning(self, report: m.ExhibitFound, worker: str, problem: str) -> events.LogLine:
-        return events.LogLine(
-            job_id=self._spec.job_id,
-            time=time.time(),
-            generation=report.generation,
-            level="warning",
-            worker="",
-            text=f"the exhibit {report.name[:64]!r} of step {report.step} from {worker} {problem}",
-        )
+    def _warn(self, report: m.ExhibitFound, worker: str, problem: str) -> None:
+        text = f"the exhibit {report.name[:64]!r} of step {report.step} from {worker} {problem}"
+        values = {"generation": report.generation, "level": "warning", "worker": ""}
+        self._log(events.LogLine, **values, text=text)
 
 
 def choose_removed(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
 from etrain_jupyter.bundle.restore import read_cells
@@ -19,7 +19,6 @@ from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
 from etrain_jupyter.head.jobs.planned_faults import FATAL, PlannedFaults
 from etrain_jupyter.head.jobs.rendezvous import Rendezvous
-from etrain_jupyter.head.jobs.steps import StepClock
 from etrain_jupyter.head.jobs.trainer_output import BURST, PER_S, PrintedLines, last_words
 from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import JobRecord
@@ -30,6 +29,34 @@ from etrain_jupyter.wire import messages as m
 
 MAX_DELAY_S = 1.0
 """Maximum age of a report in seconds. If it appears to be older, the machines' clocks differ."""
+
+
+@dataclass
+class StepClock:
+    """Accept each step record once and in order, even if a new rank 0 resends some."""
+
+    step_s: float = 0.0
+    """Duration of a step in seconds, smoothed over about ten steps; 0 before the first."""
+    ranks: tuple[str, ...] = field(default=())
+    """Trainers of the current generation in rank order."""
+
+    def take(self, records: Sequence[dict[str, Any]], *, after: int) -> list[dict[str, Any]]:
+        """Return the new records. A gap before them is not an error here; the audit reports it.
+
+        Args:
+            records: Step records, oldest first.
+            after: The newest step in the log.
+        """
+        fresh = []
+        for record in records:
+            if record["step"] <= after:
+                continue
+            after = record["step"]
+            duration_s = record["samples"] / max(record["samples_per_s"], 1e-9)
+            # Exponential moving average, initialized by the first step.
+            self.step_s = 0.9 * self.step_s + 0.1 * duration_s if self.step_s else duration_s
+            fresh.append(record)
+        return fresh
 
 
 @dataclass(frozen=True, kw_only=True)

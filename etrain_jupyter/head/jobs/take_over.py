@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.jobs.job_records import PendingRequests
 from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
 from etrain_jupyter.log.event_log import read_events
+from etrain_jupyter.log.events import Event
 from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.adoption import is_of_job
@@ -22,28 +22,22 @@ from etrain_jupyter.rules.membership.membership import (
     Stopping,
     Timings,
 )
-from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
-from etrain_jupyter.rules.replay.speed_evidence import SpeedEvidence
 from etrain_jupyter.storage.checkpoints import open_store
 from etrain_jupyter.wire.messages import TrainerSummary
 
 
-def read_record(spec: JobSpec, log: Path) -> tuple[JobRecord, Evidence, SpeedEvidence]:
-    """Fold a job's log for the coordinator that resumes or takes over the job."""
+def read_record(spec: JobSpec) -> tuple[JobRecord, list[Event]]:
+    """Read and fold a job's log for the coordinator that resumes or takes over the job."""
     # A machine crash may lose the last second of the log, but no durable checkpoint:
     #
     #     log           generation 3 ... (the events of generation 4 are lost)
     #     checkpoint    from generation 4, step 120
     #
     # The next generation is number 5, so that late messages and checkpoints from 4 are fenced.
-    events = read_events(log)
-    record, evidence, speeds = JobRecord().apply_all(events), Evidence(), SpeedEvidence()
-    for event in events:
-        evidence.fold(event)
-        if spec.is_sized:
-            speeds.fold(event)
+    past = read_events(spec.log_path)
+    record = JobRecord().apply_all(past)
     record.generation = max(record.generation, _newest_writer(spec))
-    return record, evidence, speeds
+    return record, list(past)
 
 
 def _newest_writer(spec: JobSpec) -> int:

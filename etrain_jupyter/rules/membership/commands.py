@@ -94,7 +94,7 @@ class Publish:
     event: Event
 
 
-Command = (
+TrainerCommand = (
     StartTrainer
     | AnnounceChange
     | AbortGeneration
@@ -104,5 +104,7 @@ Command = (
     | ReleaseTrainer
     | KillTrainer
     | DumpStacks
-    | Publish
 )
+"""Commands that are carried out by messages to trainers."""
+
+Command = TrainerCommand | Publish

@@ -14,7 +14,7 @@ import pytest
 
 from etrain_jupyter.head.coordinator import coordinator as coordinator_module
 from etrain_jupyter.head.coordinator.requests import RequestError
-from etrain_jupyter.head.jobs import hosted_job, reports
+from etrain_jupyter.head.jobs import reports
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
@@ -112,7 +112,7 @@ async def test_failing_command_does_not_prevent_the_others(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1", "w2")
-    monkeypatch.setattr(hosted_job.HostedJob, "_abort", fail)
+    monkeypatch.setattr(m, "BreakGeneration", fail)
     rig.tell("w2", m.TrainerExited, cause="killed")
 
     assert [event.worker for event in rig.events(events.WorkerLost)] == ["w2"]
@@ -139,7 +139,7 @@ async def test_failed_request_is_reported_to_its_caller(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start("w1")
-    monkeypatch.setattr(hosted_job.HostedJob, "_announce", fail)
+    monkeypatch.setattr(m, "LeaveGeneration", fail)
     with pytest.raises(
         RequestError, match="pause may be incomplete, because of a defect in etrain"
     ):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.head.jobs import hosted_job
+from etrain_jupyter.head.jobs import loggers
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 
@@ -19,7 +19,7 @@ Followed = list[tuple[Path, Path, Callable[[str], None]]]
 @pytest.fixture
 def followed(monkeypatch: pytest.MonkeyPatch) -> Followed:
     calls: Followed = []
-    monkeypatch.setattr(hosted_job, "follow_elsewhere", lambda *call: calls.append(call))
+    monkeypatch.setattr(loggers, "follow_elsewhere", lambda *call: calls.append(call))
     return calls
 
 

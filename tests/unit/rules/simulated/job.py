@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from etrain_jupyter.head.jobs.steps import StepClock
+from etrain_jupyter.head.jobs.reports import StepClock
 from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.membership import commands as c

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etrain_jupyter.head.jobs.steps import StepClock
+from etrain_jupyter.head.jobs.reports import StepClock
 
 
 def record(step: int) -> dict:
