@@ -82,7 +82,9 @@ def fork_trainers(channel: Channel, requests: socket.socket) -> list[int] | None
     while True:
         ready, _, _ = select.select([own, asked, *children], [], [])
         for pidfd in children.keys() & set(ready):
-            _report_exit(requests, children.pop(pidfd))
+            pid = children.pop(pidfd)
+            _, status = os.waitpid(pid, 0)
+            requests.send(RECORD.pack(Kind.EXITED, pid, os.waitstatus_to_exitcode(status)))
             os.close(pidfd)
         if asked in ready:
             data, fds, _, _ = socket.recv_fds(requests, RECORD.size, NUM_FORK_FDS)
@@ -115,11 +117,6 @@ def _fork(requests: socket.socket, children: dict[int, int], fds: list[int]) -> 
     for fd in fds:
         os.close(fd)
     return True
-
-
-def _report_exit(requests: socket.socket, pid: int) -> None:
-    _, status = os.waitpid(pid, 0)
-    requests.send(RECORD.pack(Kind.EXITED, pid, os.waitstatus_to_exitcode(status)))
 
 
 def enter_trainer(fds: list[int], page: ProgressPage) -> tuple[int, int]:

@@ -292,7 +292,12 @@ class Trainer:
         started = time.monotonic()
         self._send(WarmUpBegun(phase="build"))
         self._config = TrainConfig.model_validate(self._launch.config)
-        self._change_folder()
+        # Makes relative paths and local modules work as in the notebook if the notebook's folder
+        # exists here: on the same machine, or on a shared file system.
+        folder = self._launch.cwd
+        if folder and Path(folder).is_dir():
+            os.chdir(folder)
+            sys.path.insert(0, folder)
         bundle = self._launch.bundle
         self._bundle = open_bundle(Path(bundle.path), digest=bundle.digest)
         # All trials of a search share a bundle; their expressions contain their own values.
@@ -348,14 +353,6 @@ class Trainer:
             page=self._page,
         )
         self._is_fresh = True
-
-    def _change_folder(self) -> None:
-        # Makes relative paths and local modules work as in the notebook if the notebook's folder
-        # exists here: on the same machine, or on a shared file system.
-        folder = self._launch.cwd
-        if folder and Path(folder).is_dir():
-            os.chdir(folder)
-            sys.path.insert(0, folder)
 
     def _send_hello(self, warm_s: float) -> None:
         assert self._loop is not None
@@ -581,17 +578,12 @@ class Trainer:
         self._is_fresh = self._is_forming = False
         self._num_out_of_memory = 0
         if gradients is None:
-            self._save_together(group)
+            if group.rank == 0:
+                self._loop.evaluations.report(group.generation)
+            self._beat(phase="saving")
+            self._checkpointer.save_together(group)
             return "planned"
         return self._loop.run(group, gradients, self._checkpointer)
-
-    def _save_together(self, group: RankGroup) -> None:
-        assert self._loop is not None
-        assert self._checkpointer is not None
-        if group.rank == 0:
-            self._loop.evaluations.report(group.generation)
-        self._beat(phase="saving")
-        self._checkpointer.save_together(group)
 
     def _report_joined(
         self, group: RankGroup, spans: list[float], moved: Transferred | None

@@ -109,7 +109,13 @@ class Workload:
         with self.precision.autocast():
             passed = module(to_device(batch, self.device))
         # A collate function that drops samples would silently change the mean.
-        _check_count(passed.target, count)
+        target = passed.target
+        is_row = hasattr(target, "__len__") and not isinstance(target, Mapping)
+        if is_row and getattr(target, "shape", None) != () and len(target) != count:
+            raise WorkloadError(
+                f"a batch of {count} samples has a target of length {len(target)}. data.collate "
+                f"must keep every sample, in the first dimension."
+            )
         loss = share_of_loss(passed.loss, portion, source=self.loss_source)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise WorkloadError(
@@ -146,15 +152,6 @@ class Workload:
         self.train.close()
         if self.eval is not None:
             self.eval.close()
-
-
-def _check_count(target: Any, count: int) -> None:
-    is_row = hasattr(target, "__len__") and not isinstance(target, Mapping)
-    if is_row and getattr(target, "shape", None) != () and len(target) != count:
-        raise WorkloadError(
-            f"a batch of {count} samples has a target of length {len(target)}. data.collate "
-            f"must keep every sample, in the first dimension."
-        )
 
 
 def build_workload(

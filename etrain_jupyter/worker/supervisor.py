@@ -197,9 +197,18 @@ class Supervisor(WorkerPlugin):
     def _handle(self, message: m.ToSupervisor) -> None:
         match message:
             case m.AcknowledgeReports():
-                self._forget_reports(message.number)
+                self._outbox.acknowledge(message.number)
+                for name, known in list(self._statuses.items()):
+                    if 0 < known.ended_with <= message.number:  # the coordinator logged its exit
+                        del self._statuses[name]
+                if not self._outbox.is_full:
+                    self._may_read.set()
             case m.WakeSupervisor():
-                self._wake()
+                # Warm up a spare once the new job's trainers have started.
+                if not self._is_awake:
+                    self._is_awake = True
+                    self._beating = self._go(self._beat(self._worker))
+                    self._go(self._start_spare(SPARE_DELAY_S))
             case m.RestSupervisor():
                 self._rest()
             case m.SetHeartbeatInterval():
@@ -232,13 +241,6 @@ class Supervisor(WorkerPlugin):
                 _commit_fault(trainer, message)
             case _:
                 assert_never(message)
-
-    def _wake(self) -> None:
-        """Start the heartbeats, and warm up a spare once the new job's trainers have started."""
-        if not self._is_awake:
-            self._is_awake = True
-            self._beating = self._go(self._beat(self._worker))
-            self._go(self._start_spare(SPARE_DELAY_S))
 
     def _rest(self) -> None:
         """Stop the heartbeats and the spare until the next job."""
@@ -293,14 +295,6 @@ class Supervisor(WorkerPlugin):
             self._retired.remove(spare)
             self._ending.add(spare)
             spare.kill("no job needs it")
-
-    def _forget_reports(self, number: int) -> None:
-        self._outbox.acknowledge(number)
-        for name, known in list(self._statuses.items()):
-            if 0 < known.ended_with <= number:  # the coordinator has logged its exit
-                del self._statuses[name]
-        if not self._outbox.is_full:
-            self._may_read.set()
 
     async def _terminate(self, trainer: TrainerProcess, message: m.TerminateTrainer) -> None:
         try:

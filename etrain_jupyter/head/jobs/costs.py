@@ -52,7 +52,12 @@ class CostLog:
         self._costs.take(nodes, ranks=ranks, active=[job.spec.job_id for job in jobs])
         if self._has_prices:
             for job in jobs:
-                self._log_if_changed(job)
+                logged_at, logged = self._logged[job.spec.job_id]
+                cost = self.of(job)
+                change = abs(cost.spent_usd - logged.spent_usd)
+                is_due = clock.now() - logged_at >= LOG_INTERVAL_S
+                if is_due and change > MIN_CHANGE * logged.spent_usd:
+                    self._log(job, cost)
 
     def end(self, job: HostedJob) -> None:
         """Forget a job that has ended."""
@@ -65,17 +70,9 @@ class CostLog:
 
     def report_final(self, job: HostedJob) -> None:
         """Log the final cost of a job that is about to end."""
-        if self._has_prices and self._logged.get(job.spec.job_id, (-math.inf, None))[1] != self.of(
-            job
-        ):
+        _, logged = self._logged.get(job.spec.job_id, (-math.inf, None))
+        if self._has_prices and logged != self.of(job):
             self._log(job, self.of(job))
-
-    def _log_if_changed(self, job: HostedJob) -> None:
-        logged_at, logged = self._logged[job.spec.job_id]
-        cost = self.of(job)
-        change = abs(cost.spent_usd - logged.spent_usd)
-        if clock.now() - logged_at >= LOG_INTERVAL_S and change > MIN_CHANGE * logged.spent_usd:
-            self._log(job, cost)
 
     def _log(self, job: HostedJob, cost: RunningCost) -> None:
         self._logged[job.spec.job_id] = (clock.now(), cost)

@@ -226,7 +226,11 @@ class JobLog:
             except (TypeError, ValueError):
                 # One of them is not valid JSON. Write each separately, so that it does not block
                 # the others.
-                self._write_singly(batch)
+                for event in batch:
+                    try:
+                        self._write([event])
+                    except (OSError, TypeError, ValueError):
+                        logger.exception("%s: an event is lost: %r", self._path, event)
             # Remove the events only after the write: ``next_seq`` and ``is_behind`` count waiting
             # events.
             for _ in batch:
@@ -262,13 +266,6 @@ class JobLog:
                 [events.LogLine(**common, time=time.time(), level="warning", worker="", text=text)]
             )
         return True
-
-    def _write_singly(self, batch: list[events.Event]) -> None:
-        for event in batch:
-            try:
-                self._write([event])
-            except (OSError, TypeError, ValueError):
-                logger.exception("%s: an event is lost: %r", self._path, event)
 
     def _recover(self, newest: events.Event) -> None:
         refusal, self._refusal = self._refusal, None

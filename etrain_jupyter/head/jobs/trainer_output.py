@@ -45,7 +45,8 @@ def last_words(worker: str, lines: Iterable[str], cells: Mapping[str, CellSource
     #       File "ipykernel_1/2.py", line 7 in forward       innermost first
     #       File ".../etrain_jupyter/...", line 80 in run         our own code: omit the rest
     printed = list(lines)
-    report = max((i for i, text in enumerate(printed) if _begins_report(text)), default=None)
+    begins = [i for i, text in enumerate(printed) if text == STACKS_HEADER or _FATAL.match(text)]
+    report = max(begins, default=None)
     before = [text for text in printed[:report] if text.strip()][-MAX_LINES:]
     parts = [f"{worker} printed last:", *(f"  {text}" for text in before)] if before else []
     if report is not None:
@@ -57,10 +58,6 @@ def last_words(worker: str, lines: Iterable[str], cells: Mapping[str, CellSource
             parts.append(f"{worker} was doing:")
         parts += frames
     return "\n".join(parts)
-
-
-def _begins_report(text: str) -> bool:
-    return text == STACKS_HEADER or _FATAL.match(text) is not None
 
 
 def _frames(report: list[str], cells: Mapping[str, CellSource]) -> list[str]:

@@ -189,7 +189,9 @@ class StudyDriver:
             if trial.ended_as:
                 await self._settle(trial)
         states = [trial.state for trial in self._trials.values()]
-        self.verdict = self.verdict or judge_study(self._progress(states), self._limits())
+        budget = self.spec.config.budget
+        limits = StudyLimits(samples=budget.samples, time_s=budget.time_s, usd=budget.usd)
+        self.verdict = self.verdict or judge_study(self._progress(states), limits)
         if self.verdict is not None:
             return
         concurrent = self.spec.config.concurrent or self._default_concurrency()
@@ -200,7 +202,10 @@ class StudyDriver:
             num_leaving=self._num_leaving(),
         )
         for _ in range(missing):
-            await self._begin(await self._call(self._store.ask))
+            new = await self._call(self._store.ask)
+            trial = Trial(number=new.number, values=new.values, job_id=new.job_id)
+            self._trials[trial.number] = trial
+            await self._start(trial)
         for trial in self._running():
             if not trial.is_started and not trial.ended_as and time.monotonic() >= trial.retry_at:
                 await self._start(trial)
@@ -236,17 +241,7 @@ class StudyDriver:
             last_failure=failures[-1] if failures else "",
         )
 
-    def _limits(self) -> StudyLimits:
-        budget = self.spec.config.budget
-        return StudyLimits(samples=budget.samples, time_s=budget.time_s, usd=budget.usd)
-
     # --- trials ---
-
-    async def _begin(self, stored: StoredTrial) -> Trial:
-        trial = Trial(number=stored.number, values=stored.values, job_id=stored.job_id)
-        self._trials[trial.number] = trial
-        await self._start(trial)
-        return trial
 
     async def _start(self, trial: Trial, *, resumes: bool = False) -> None:
         """Start a trial's job; a configuration that cannot be built fails the trial alone."""
@@ -272,7 +267,12 @@ class StudyDriver:
             if trial.state != "RUNNING" or trial.is_prune_sent:
                 continue
             if not is_usable(value):
-                self._check_metric(trial, evaluation)
+                # With eval.score, the loss and the scores of one evaluation arrive in two events.
+                # The trial fails once it has ended without the metric, see _settle.
+                trial.reason = (
+                    f"no evaluation reported a finite '{self.spec.config.metric}'; reported: "
+                    f"{', '.join(sorted(evaluation.values))}"
+                )
                 continue
             assert value is not None
             trial.latest = value
@@ -283,14 +283,6 @@ class StudyDriver:
                 self._prune(trial, reason)
         if news and self.spec.config.sharing == "promising":
             self._host.after_change()
-
-    def _check_metric(self, trial: Trial, evaluation: Evaluation) -> None:
-        # With eval.score, the loss and the scores of one evaluation arrive in two events. The trial
-        # fails once it has ended without the metric, see _settle.
-        known = ", ".join(sorted(evaluation.values))
-        trial.reason = (
-            f"no evaluation reported a finite '{self.spec.config.metric}'; reported: {known}"
-        )
 
     async def _place_rungs(self, trial: Trial) -> None:
         plan = trial.progress.plan

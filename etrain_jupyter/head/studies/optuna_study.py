@@ -62,7 +62,10 @@ class OptunaStudy:
             name: self._distribution(parameter) for name, parameter in spec.parameters.items()
         }
         if self._config.method == "grid":
-            self._enqueue(all_combinations(spec.parameters) or [])
+            grid = all_combinations(spec.parameters) or []
+            # Enqueue these first, in order: a scheduler that died partway has stored a prefix.
+            for values in grid[len(self._study.get_trials(deepcopy=False)) :]:
+                self._study.enqueue_trial(values)
         self.set_status("running", num_trials=spec.num_trials)
 
     def _distribution(self, parameter: Parameter) -> Any:
@@ -72,12 +75,6 @@ class OptunaStudy:
         low, high = parameter.bounds
         kind = kinds.IntDistribution if parameter.int_range else kinds.FloatDistribution
         return kind(low, high, log=parameter.log)
-
-    def _enqueue(self, grid: list[dict[str, Value]]) -> None:
-        # In order, and the first trials of the study: a scheduler that died among them has stored
-        # the first ones.
-        for values in grid[len(self._study.get_trials(deepcopy=False)) :]:
-            self._study.enqueue_trial(values)
 
     @property
     def rungs(self) -> tuple[int, ...] | None:

@@ -209,7 +209,8 @@ def _settle(turn: Turn) -> None:
         turn.enter_phase("gathering")
         turn.set_status("waiting", why_retrying(state))
     # After a change or an abort the ranks are idle: form the next generation immediately.
-    elif state.phase != "gathering" or _is_worth_forming(turn):
+    # Other idle ranks need not wait for newcomers; the first generation waits briefly.
+    elif state.phase != "gathering" or state.in_phase("reported") or _admissible(turn):
         form_generation(turn, members)
 
 
@@ -354,11 +355,6 @@ def _has_successor(state: JobState) -> bool:
     members = [*state.in_phase("reported"), *_newcomers(state)]
     has_enough = not state.pause and len(members) >= state.min_workers
     return has_enough and any(not m.leaving for m in members)
-
-
-def _is_worth_forming(turn: Turn) -> bool:
-    # Idle ranks need not wait for newcomers; the first generation waits briefly.
-    return bool(turn.state.in_phase("reported")) or bool(_admissible(turn))
 
 
 def is_admission_due(

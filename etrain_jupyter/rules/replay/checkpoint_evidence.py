@@ -48,7 +48,13 @@ class Evidence:
         at = event.time if at is None else at
         match event:
             case t.GenerationFormed():
-                self._on_formed(event, at)
+                # generation     1 (4 ranks)     2 (3 ranks)     waiting     3 (4 ranks)
+                # worker_s       + 4 x 60 s      + 3 x 20 s      + 0         + 4 x ...
+                self._stop_clock(at)
+                self._seen = dataclasses.replace(self._seen, num_holders=max(1, event.world_size))
+                self._began_at = at
+                if self._saved_at is None:
+                    self._saved_at = at
             case t.JobStatusChanged(status=status) if status != "running":
                 self._stop_clock(at)
             case t.WorkerLost():
@@ -56,13 +62,23 @@ class Evidence:
             case t.WorkerLeft(reason="preempted"):
                 self._count_lost()
             case t.JobRestored():
-                self._on_restored(at)
+                if not self._is_resuming:  # else already counted, or the user had ended the job
+                    self._count_all_lost()
+                self._is_resuming = False
+                self._saved_at = at  # nothing has been trained since
             case t.JobResumed():
                 self._on_resumed(event)
             case t.CheckpointCommitted():
-                self._on_committed(event, at)
+                cost_s = event.stall_s + event.slowed_s
+                self._costs.append(Costs(cost_s=cost_s, duration_s=event.duration_s))
+                self._saved_at = at - event.duration_s  # its state is that of the step boundary
             case t.CheckpointIntervalChosen():
-                self._on_chosen(event)
+                self.choice = Choice(
+                    interval_s=event.interval_s,
+                    cost_s=event.cost_s,
+                    loss_rate_per_h=event.loss_rate_per_h,
+                    limit=event.limit,
+                )
             case _:
                 pass
         self._newest_at = at
@@ -114,23 +130,8 @@ class Evidence:
 
     # --- events ---
 
-    def _on_formed(self, event: t.GenerationFormed, at: float) -> None:
-        # generation     1 (4 ranks)     2 (3 ranks)     waiting     3 (4 ranks)
-        # worker_s       + 4 x 60 s      + 3 x 20 s      + 0         + 4 x ...
-        self._stop_clock(at)
-        self._seen = dataclasses.replace(self._seen, num_holders=max(1, event.world_size))
-        self._began_at = at
-        if self._saved_at is None:
-            self._saved_at = at
-
     def _count_lost(self) -> None:
         self._seen = dataclasses.replace(self._seen, num_lost=self._seen.num_lost + 1)
-
-    def _on_restored(self, at: float) -> None:
-        if not self._is_resuming:  # otherwise already counted, or the user had ended the job
-            self._count_all_lost()
-        self._is_resuming = False
-        self._saved_at = at  # nothing has been trained since
 
     def _on_resumed(self, event: t.JobResumed) -> None:
         # Stop at the previous event: nothing was trained between the end and the resume.
@@ -142,19 +143,6 @@ class Evidence:
 
     def _count_all_lost(self) -> None:
         self._seen = dataclasses.replace(self._seen, num_all_lost=self._seen.num_all_lost + 1)
-
-    def _on_committed(self, event: t.CheckpointCommitted, at: float) -> None:
-        cost_s = event.stall_s + event.slowed_s
-        self._costs.append(Costs(cost_s=cost_s, duration_s=event.duration_s))
-        self._saved_at = at - event.duration_s  # its state is that of the step boundary
-
-    def _on_chosen(self, event: t.CheckpointIntervalChosen) -> None:
-        self.choice = Choice(
-            interval_s=event.interval_s,
-            cost_s=event.cost_s,
-            loss_rate_per_h=event.loss_rate_per_h,
-            limit=event.limit,
-        )
 
     def _stop_clock(self, now: float) -> None:
         self._seen, self._began_at = self.seen(now), None

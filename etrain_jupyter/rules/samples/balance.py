@@ -149,20 +149,16 @@ class SampleCost:
         noise = self._noise()
         if len(self._measured) >= MIN_MEASURED:
             num_changed = self._detector.add((value - self._level) / noise)
-            if num_changed:
-                self._restart(num_changed, seconds)
+            if num_changed:  # keep only the steps since then
+                kept = list(self._measured)[-num_changed:]
+                self._measured.clear()
+                self._measured.extend(kept)
+                self._measured_s = len(kept) * seconds
+                self._detector.reset()
         found = median(self._measured)
         if not self._detector.num_suspect:
             self._level = found
         self._report(found, noise)
-
-    def _restart(self, num_changed: int, seconds: float) -> None:
-        """Keep only the steps since a change."""
-        kept = list(self._measured)[-num_changed:]
-        self._measured.clear()
-        self._measured.extend(kept)
-        self._measured_s = len(kept) * seconds
-        self._detector.reset()
 
     def _report(self, found: float, noise: float) -> None:
         num_steps = len(self._measured)

@@ -74,8 +74,9 @@ class FaultInjector:
         # Iterate over a copy: a fault that fires is removed, and the control thread may append
         # another.
         for fault in list(self._planned):
-            if fault["kind"] in _AT_A_PLACE and fault["at"] in (place, ANYWHERE):
-                self._inject_if_due(fault, rank, step)
+            is_here = fault["kind"] in _AT_A_PLACE and fault["at"] in (place, ANYWHERE)
+            if is_here and self._fires(fault, rank, step):
+                inject_fault(fault["kind"], disconnect=self.disconnect)
 
     def inject(self, kind: str) -> None:
         """Inject a fault that a user requested. Called by the control thread."""
@@ -114,10 +115,6 @@ class FaultInjector:
         due = [f for f in self._planned if f["kind"] == "nan_loss"]
         # A list, not a generator: all due faults must fire, not only the first one.
         return any([self._fires(fault, rank, step) for fault in due])
-
-    def _inject_if_due(self, fault: Fault, rank: int, step: int) -> None:
-        if self._fires(fault, rank, step):
-            inject_fault(fault["kind"], disconnect=self.disconnect)
 
     def _fires(self, fault: Fault, rank: int, step: int) -> bool:
         # A later step counts, too: the rank may not have taken part in the planned step.

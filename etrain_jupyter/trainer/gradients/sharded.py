@@ -154,7 +154,10 @@ class ShardedGradients:
             self._watch.bucket_is_ready()
         self._sums.finish()
         step.header.wait()
-        self._finish_moves(step)
+        if self._moves_pending is not None:
+            self._moves_pending.wait()
+        if self._moving.num_values:
+            self._moving.move(step.buffers_before, self._moves[0])
         for bucket in self._buckets:
             bucket.publish()
 
@@ -177,7 +180,10 @@ class ShardedGradients:
             # The last backward pass of the shard completes its sum. For the last shard with
             # samples, the pass also overlaps with the exchange of the header and the buffers.
             if number == num_parts:
-                self._keep_moves(step, p.shard, plan.counts[p.shard])
+                if self._moving.num_values:
+                    weight = plan.counts[p.shard] / step.span.samples
+                    moves_B = self._moving.moves_from(step.buffers_before, weight)
+                    self._moves[p.shard - self._subtrees[0].first] = moves_B
                 if is_last_busy:
                     self._start_small_sums(step)
                 self._sums.is_open = is_last
@@ -197,17 +203,3 @@ class ShardedGradients:
             merge(rows, shard_plan.shard_merges(tree))
         if self._move_sum is not None:
             self._moves_pending = self._group.start(self._move_sum.exchange)
-
-    # --- running buffers ---
-
-    def _keep_moves(self, step: Step, shard: int, count: int) -> None:
-        if self._moving.num_values:
-            weight = count / step.span.samples
-            moves_B = self._moving.moves_from(step.buffers_before, weight)
-            self._moves[shard - self._subtrees[0].first] = moves_B
-
-    def _finish_moves(self, step: Step) -> None:
-        if self._moves_pending is not None:
-            self._moves_pending.wait()
-        if self._moving.num_values:
-            self._moving.move(step.buffers_before, self._moves[0])

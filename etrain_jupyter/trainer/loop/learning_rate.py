@@ -65,7 +65,10 @@ class LearningRate:
             return
         factor = 1.0 if self._schedule is None else self._schedule.factor(position, count)
         if self._scaling is not None:
-            self._next = self._next_ramp(self._scaling, world_size)
+            most = math.inf if self._scaling.max_scale is None else self._scaling.max_scale
+            scale = world_size / self._scaling.base_workers
+            target = factor_of(self._rule(self._scaling), scale, most)
+            self._next = self._committed.aim(target, self._momentum, self._scaling.ramp)
             # A larger factor is approached over several steps, but the limit from the noise applies
             # immediately.
             factor *= min(self._next.factor, self._max_factor(self._scaling, world_size))
@@ -105,11 +108,6 @@ class LearningRate:
         if self._scaling is None:
             return ""
         return warning_for(self._rule(self._scaling), type(self._optimizer).__name__)
-
-    def _next_ramp(self, scaling: ScalingConfig, world_size: int) -> Ramp:
-        most = math.inf if scaling.max_scale is None else scaling.max_scale
-        target = factor_of(self._rule(scaling), world_size / scaling.base_workers, most)
-        return self._committed.aim(target, self._momentum, scaling.ramp)
 
     def _max_factor(self, scaling: ScalingConfig, world_size: int) -> float:
         if scaling.rule != "adascale":

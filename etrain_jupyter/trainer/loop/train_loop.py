@@ -395,7 +395,11 @@ class TrainLoop:
         self._commit(step, means.weight)
         try:
             with self._watch.updating():
-                self._finish_update(step)
+                shards = self.workload.shards
+                if shards is not None and shards.is_stale:
+                    step.reach("updated")
+                    shards.finish(step.group)
+                    self.update.finish()
         finally:
             self._report_step(step, means, is_skipped=not is_updated)
         return step
@@ -419,13 +423,6 @@ class TrainLoop:
                 raise
             step.reach("agreed")
         return has_update and self.update.apply()
-
-    def _finish_update(self, step: Step) -> None:
-        shards = self.workload.shards
-        if shards is not None and shards.is_stale:
-            step.reach("updated")
-            shards.finish(step.group)
-            self.update.finish()
 
     def complete_prepared(self) -> None:
         """Commit the step that is prepared: another rank has committed it."""

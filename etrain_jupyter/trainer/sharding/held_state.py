@@ -146,7 +146,8 @@ class HeldShard:
         by_index = dict(zip((part.param for part in self.parts), self._weights, strict=True))
         groups = []
         for group in template.param_groups:
-            mine = [by_index[i] for i in map(self._place_of, group["params"]) if i in by_index]
+            indices = [self._places[id(parameter)] for parameter in group["params"]]
+            mine = [by_index[index] for index in indices if index in by_index]
             groups.append({**group, "params": mine})
         # As torch does when it unpickles an optimizer: a class's constructor may take other
         # arguments than it keeps as ``defaults``, and may reject a group without parameters.
@@ -154,9 +155,6 @@ class HeldShard:
         self.optimizer.__setstate__(
             {"defaults": template.defaults, "state": defaultdict(dict), "param_groups": groups}
         )
-
-    def _place_of(self, parameter: torch.Tensor) -> int:
-        return self._places[id(parameter)]
 
     def step(self) -> None:
         """Update this shard's weights."""

@@ -91,7 +91,8 @@ def put_checkpoint(
         warn(f"the optimizer has changed {change}: its state starts from scratch")
         # Load into a placeholder, so that the new optimizer keeps its initial state.
         target = torch.optim.SGD(workload.model.parameters(), lr=0.0)
-        header = header | {"optimizer": {"state": [], "param_groups": _plain_groups(target)}}
+        groups = target.state_dict()["param_groups"]
+        header = header | {"optimizer": {"state": [], "param_groups": groups}}
     try:
         put_state(workload.model, target, header, tensors, workload.extras)
     except (StateError, RuntimeError, KeyError) as exc:
@@ -125,11 +126,6 @@ def _without_lost_parts(workload: Workload, header: dict[str, Any], warn: Warn) 
     for name in removed:
         warn(f"the checkpoint's state of '{name}' is ignored: this job no longer uses it")
     return header | {"extras": {k: v for k, v in extras.items() if k not in removed}}
-
-
-def _plain_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
-    return groups
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> str:

@@ -72,14 +72,12 @@ class WeightAverage:
         """The averages by the names of their weights; tied weights share a tensor."""
         return {name: self._averages[place] for name, place in self._index.items()}
 
-    def _decay_now(self) -> float:
-        count = self._num_updates
-        return min(self._decay, (1 + count) / (10 + count)) if self._has_warmup else self._decay
-
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the current weights. Call this once after each update."""
-        step = 1.0 - self._decay_now()
+        count = self._num_updates
+        decay = min(self._decay, (1 + count) / (10 + count)) if self._has_warmup else self._decay
+        step = 1.0 - decay
         for average, now in zip(self._averages, self._living, strict=True):
             if now.is_cuda and now.dtype == average.dtype:
                 average.lerp_(now, step)
