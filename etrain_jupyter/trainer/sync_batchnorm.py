@@ -32,7 +32,7 @@ TAG = 1 << 20
 """Message tag; no other exchange of a rank uses it."""
 
 
-class Pending(Protocol):
+class Waitable(Protocol):
     """An exchange in progress."""
 
     def wait(self) -> None:
@@ -43,7 +43,7 @@ class Pending(Protocol):
 class StartingPeers(Peers, Protocol):
     """The ranks of a generation, see ``group.process_group.RankGroup``."""
 
-    def start(self, work: Any) -> Pending:
+    def start(self, work: Any) -> Waitable:
         """Run ``work`` in the exchange thread."""
         ...
 

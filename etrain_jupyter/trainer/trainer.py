@@ -41,7 +41,7 @@ from etrain_jupyter.trainer.group.process_group import (
     CommunicationError,
     RankGroup,
 )
-from etrain_jupyter.trainer.group.rendezvous import keys_of, message_of
+from etrain_jupyter.trainer.group.rendezvous import keys_in, message_for_key
 from etrain_jupyter.trainer.imports import ImportRecord
 from etrain_jupyter.trainer.loop.train_loop import OUT_OF_MEMORY, TrainLoop
 from etrain_jupyter.trainer.micro_batch import (
@@ -204,7 +204,7 @@ class Trainer:
                     self._store.put(message.key, message.value)
             case RankKeys():
                 if self._store is not None:
-                    self._store.put_all(dict(keys_of(message)))
+                    self._store.put_all(dict(keys_in(message)))
             case LeaveGeneration():
                 if self._loop is not None:
                     self._loop.change_pending.set()
@@ -229,7 +229,7 @@ class Trainer:
 
         def publish(key: str, value: bytes) -> None:
             place = {"generation": generation, "rank": message.rank}
-            entry = message_of(key, value, **place, world_size=message.world_size)
+            entry = message_for_key(key, value, **place, world_size=message.world_size)
             self._channel.send(entry)
 
         # Clear this before the rank reports that it has joined. Afterwards, the next change may be

@@ -39,7 +39,7 @@ from etrain_jupyter.trainer.objective.one_pass import eval_mode
 from etrain_jupyter.trainer.prefetch import to_device
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.schedule import WorkPlan
-from etrain_jupyter.trainer.scoring.records import pack
+from etrain_jupyter.trainer.scoring.records import pack_records
 from etrain_jupyter.trainer.seeds import seeded
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.trial_checks import (
@@ -243,7 +243,7 @@ class WarmUp:
         samples = range(min(2, self._plan.num_eval))
         with eval_mode(workload.model), torch.no_grad():
             [(_, batch)] = workload.eval.batches([Share(samples)])
-            pack(workload.predict_batch(batch), samples)
+            pack_records(workload.predict_batch(batch), samples)
         self._undo()
         self._beat()
 

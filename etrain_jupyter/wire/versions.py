@@ -35,7 +35,7 @@ Fingerprint = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class VersionComparison:
     """Differences between two environments, as text."""
 
     wrong: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ def read_fingerprint() -> dict[str, str]:
     return known | {name: _version_of(name) for name in NAMES if name not in known}
 
 
-def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Comparison:
+def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> VersionComparison:
     """Compare a worker's versions with a notebook's; skip those that one of them does not report.
 
     Args:
@@ -87,7 +87,7 @@ def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Co
             remedies.append(_remedy(key, other))
         else:
             notes.append(difference)
-    return Comparison(wrong=tuple(wrong), notes=tuple(notes), remedies=tuple(remedies))
+    return VersionComparison(wrong=tuple(wrong), notes=tuple(notes), remedies=tuple(remedies))
 
 
 def _remedy(key: str, version: str) -> str:

@@ -23,7 +23,7 @@ from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost, NodeSou
 from etrain_jupyter.head.coordinator.notices import Notices
 from etrain_jupyter.head.coordinator.recovery import Recovering
 from etrain_jupyter.head.coordinator.requests import Requests
-from etrain_jupyter.head.coordinator.roster import Machines, WorkerRoster
+from etrain_jupyter.head.coordinator.roster import MachineFacts, WorkerRoster
 from etrain_jupyter.head.coordinator.serving import Serving
 from etrain_jupyter.head.coordinator.sharing import Sharing
 from etrain_jupyter.head.coordinator.supervisors import Supervisors
@@ -32,7 +32,7 @@ from etrain_jupyter.head.jobs.costs import CostLog
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_records import JobRecords
 from etrain_jupyter.head.jobs.job_spec import JobSpec
-from etrain_jupyter.head.jobs.job_views import progress_of
+from etrain_jupyter.head.jobs.job_views import report_progress
 from etrain_jupyter.head.studies.studies import Studies
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
@@ -81,7 +81,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         records = JobRecords()
         self._acknowledgements = Acknowledgements(records)
         self._workers = WorkerRoster(silence_s=silence_s, tick_s=TICK_S)
-        self._machines = Machines(nodes, self._workers)
+        self._machines = MachineFacts(nodes, self._workers)
         self._supervisors = Supervisors(self._workers, self._acknowledgements, self.warn)
         self._jobs = HostedJobs(self._host, records, self._defects)
         self._studies = Studies(self)
@@ -249,7 +249,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def progress(self) -> list[JobProgress]:
         """Return the progress of all active jobs that are not about to end."""
-        return [progress_of(job) for job in self._jobs.active() if not job.state.outcome]
+        return [report_progress(job) for job in self._jobs.active() if not job.state.outcome]
 
     def idle_s(self) -> float:
         """Return the seconds since the last job ended; 0.0 while a job or its upload is active."""

@@ -15,10 +15,10 @@ from etrain_jupyter.head.coordinator.bundles import HeadBundles
 from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.coordinator.hosted_jobs import HostedJobs
 from etrain_jupyter.head.coordinator.requests import RequestError, Requests
-from etrain_jupyter.head.coordinator.roster import Machines, WorkerRoster
+from etrain_jupyter.head.coordinator.roster import MachineFacts, WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_spec import JobSpec
-from etrain_jupyter.head.jobs.job_views import members_of, summary_of
+from etrain_jupyter.head.jobs.job_views import list_members, summarize_job
 from etrain_jupyter.head.studies.studies import Studies
 from etrain_jupyter.head.studies.study_spec import StudySpec
 from etrain_jupyter.wire import requests as q
@@ -64,7 +64,7 @@ class KernelRequests:
     jobs: HostedJobs
     studies: Studies
     roster: WorkerRoster
-    machines: Machines
+    machines: MachineFacts
     requests: Requests
     """Carries out a user's requests for an active job."""
     bundles: HeadBundles
@@ -131,7 +131,7 @@ class KernelRequests:
 
     async def list_jobs(self, request: q.ListJobs) -> q.JobList:
         """Return a summary of each job."""
-        return q.JobList(jobs=tuple(summary_of(job) for job in self.jobs.values()))
+        return q.JobList(jobs=tuple(summarize_job(job) for job in self.jobs.values()))
 
     async def fetch_events(self, request: q.FetchEvents) -> q.EventBatch:
         """Return the new events of a job when there are some, or after ``wait_s``."""
@@ -158,7 +158,7 @@ class KernelRequests:
 
     async def list_workers(self, request: q.ListWorkers) -> q.WorkerList:
         """Return one record for each worker of a job."""
-        records = members_of(self.jobs.find(request.job_id))
+        records = list_members(self.jobs.find(request.job_id))
         for record in records:
             facts = self.roster.get(record["worker"])
             record["address"] = facts.address if facts else ""

@@ -126,7 +126,7 @@ class WorkerRoster:
         return evicted
 
 
-class Machines:
+class MachineFacts:
     """Facts about the workers' machines, from the pool and the roster."""
 
     def __init__(self, nodes: NodeSource, roster: WorkerRoster) -> None:

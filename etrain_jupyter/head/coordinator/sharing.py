@@ -17,7 +17,7 @@ from etrain_jupyter.rules.policy.allocation import Claim, allocate
 from etrain_jupyter.rules.policy.step_time import Placement
 from etrain_jupyter.rules.replay.speed_evidence import SizingView
 from etrain_jupyter.rules.search.shares import StudyShare, share_studies
-from etrain_jupyter.wire.versions import PROTOCOL_KEY, WIRE_VERSION, Comparison, compare
+from etrain_jupyter.wire.versions import PROTOCOL_KEY, WIRE_VERSION, VersionComparison, compare
 
 HAND_BACK_S = 2.0
 """An unused worker with a notice is released at least this many seconds before its deadline."""
@@ -236,7 +236,7 @@ class Fitness:
         return found.fits
 
 
-def _describe(found: Comparison, worker: str) -> str:
+def _describe(found: VersionComparison, worker: str) -> str:
     """Describe how a worker's versions differ, the effect and the remedy."""
     if found.fits:
         return (

@@ -25,8 +25,8 @@ from etrain_jupyter.head.jobs.reports import (
 )
 from etrain_jupyter.head.jobs.take_over import (
     find_trainers,
-    read_record,
     recovered_state,
+    replay_log,
     resumed_state,
 )
 from etrain_jupyter.head.jobs.trainer_commands import Send, SendAll, TrainerCommands
@@ -106,7 +106,7 @@ class HostedJob:
             has_log = self.job_log.last_seq > 0
             past: list[events.Event] = []
             if spec.resumes or (self.replays is not None and has_log):
-                self.record, past = read_record(spec)
+                self.record, past = replay_log(spec)
             self.tuning = Tuning(spec, self.record, past, self.log)
             self.messages = TrainerMessages(spec, self.record)
             self.commands = TrainerCommands(

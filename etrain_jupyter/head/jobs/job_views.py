@@ -10,7 +10,7 @@ from etrain_jupyter.rules.policy.step_time import exchange_of
 from etrain_jupyter.rules.policy.type_rates import rates_by_type
 
 
-def summary_of(job: HostedJob) -> dict[str, Any]:
+def summarize_job(job: HostedJob) -> dict[str, Any]:
     """Return the job's row in the list of jobs."""
     state = job.state
     plan = job.record.plan if job.record.is_planned else None
@@ -26,7 +26,7 @@ def summary_of(job: HostedJob) -> dict[str, Any]:
     }
 
 
-def members_of(job: HostedJob) -> list[dict[str, Any]]:
+def list_members(job: HostedJob) -> list[dict[str, Any]]:
     """Return one record per member: worker, rank, state, device, trainer_pid."""
     records = []
     ranks = {name: rank for rank, name in enumerate(job.messages.step_clock.ranks)}
@@ -46,7 +46,7 @@ def members_of(job: HostedJob) -> list[dict[str, Any]]:
     return records
 
 
-def progress_of(job: HostedJob) -> JobProgress:
+def report_progress(job: HostedJob) -> JobProgress:
     """Return the job's progress, for a pool that plans for deadlines."""
     record, state = job.record, job.state
     plan, gradient_bytes = record.plan, 0.0

@@ -14,7 +14,7 @@ from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.adoption import is_of_job
+from etrain_jupyter.rules.membership.adoption import may_adopt
 from etrain_jupyter.rules.membership.membership import (
     GenerationState,
     JobState,
@@ -26,7 +26,7 @@ from etrain_jupyter.storage.checkpoints import open_store
 from etrain_jupyter.wire.messages import TrainerSummary
 
 
-def read_record(spec: JobSpec) -> tuple[JobRecord, list[Event]]:
+def replay_log(spec: JobSpec) -> tuple[JobRecord, list[Event]]:
     """Read and fold a job's log for the coordinator that resumes or takes over the job."""
     # A machine crash may lose the last second of the log, but no durable checkpoint:
     #
@@ -118,5 +118,5 @@ def find_trainers(
             pid=hello.pid if hello is not None else known.pid,
         )
         facts.device, facts.gpu = found.device, found.gpu
-        if is_of_job(found, state):
+        if may_adopt(found, state):
             yield found, facts

@@ -36,12 +36,12 @@ from etrain_jupyter.log.event_log import LOG_FILE, read_events
 from etrain_jupyter.log.events import TERMINAL_STATUSES, JobStatusChanged
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.search.shares import StudyShare
-from etrain_jupyter.rules.search.trial_progress import Evaluation, is_usable
+from etrain_jupyter.rules.search.trial_progress import TrialEvaluation, is_usable
 from etrain_jupyter.rules.search.verdicts import (
     StudyLimits,
     StudyProgress,
+    StudyVerdict,
     TrialState,
-    Verdict,
     judge_study,
     num_to_start,
 )
@@ -77,13 +77,13 @@ class StudyDriver:
         on_trouble: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.spec = spec
-        self.verdict: Verdict | None = None
+        self.verdict: StudyVerdict | None = None
         """Its end; None while it continues."""
         self._host = host
         self._on_end, self._on_trouble = on_end, on_trouble
         self._trials: dict[int, Trial] = {}
         self._by_job: dict[str, Trial] = {}
-        self._news: list[tuple[Trial, Evaluation]] = []
+        self._news: list[tuple[Trial, TrialEvaluation]] = []
         self._changed = asyncio.Event()
         self._began_at = spec.created or time.time()
         # One thread, so that Optuna's calls happen one at a time and never block the event loop.
@@ -108,7 +108,7 @@ class StudyDriver:
     def stop(self, reason: str) -> None:
         """End the study; its running trials stop with checkpoints, and can be resumed."""
         if self.verdict is None:
-            self.verdict = Verdict(status="stopped", reason=reason)
+            self.verdict = StudyVerdict(status="stopped", reason=reason)
         self._changed.set()
 
     @property
@@ -139,7 +139,7 @@ class StudyDriver:
             await self._end(self.verdict)
         except Exception as exc:
             logger.exception("study %s failed", self.spec.study_id)
-            self.verdict = Verdict(status="failed", reason=f"{type(exc).__name__}: {exc}")
+            self.verdict = StudyVerdict(status="failed", reason=f"{type(exc).__name__}: {exc}")
             self._stop_jobs()
             if self._optuna is not None:
                 with contextlib.suppress(FileNotFoundError):
@@ -388,7 +388,7 @@ class StudyDriver:
                 job.handle(s.StopRequested(now=False))
         self._host.after_change()
 
-    async def _end(self, verdict: Verdict) -> None:
+    async def _end(self, verdict: StudyVerdict) -> None:
         """Stop the running trials, wait for their checkpoints, and store the end."""
         for trial in self._running():
             if not trial.is_prune_sent and verdict.status != "stopped":

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from etrain_jupyter.config.search_schema import Parameter, Value, all_combinations
 from etrain_jupyter.head.studies.study_spec import StudySpec
 from etrain_jupyter.rules.search.rungs import place_rungs, rung_of
-from etrain_jupyter.rules.search.verdicts import TrialState, Verdict
+from etrain_jupyter.rules.search.verdicts import StudyVerdict, TrialState
 from etrain_jupyter.storage import study_folder as names
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class OptunaStudy:
             self._storage.set_trial_user_attr(trial_id, names.REASON, reason)
         self._study.tell(number, value, state=self._optuna.trial.TrialState[state])
 
-    def end(self, verdict: Verdict) -> None:
+    def end(self, verdict: StudyVerdict) -> None:
         """Store the end of the study."""
         self.set_status(verdict.status, verdict.reason)
         self._study.set_user_attr(names.ENDED_AT, time.time())

@@ -66,11 +66,11 @@ def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
         begin_collecting(turn, "restart")
 
 
-def is_of_job(found: s.SurvivorFound, state: JobState) -> bool:
+def may_adopt(found: s.SurvivorFound, state: JobState) -> bool:
     """Return whether a trainer may be adopted; one still in an older generation is fenced.
 
     >>> old = s.SurvivorFound(trainer="j/w1/1", worker="w1", generation=2, is_inside=True)
-    >>> is_of_job(old, JobState(job_id="j", min_workers=1, max_workers=1))
+    >>> may_adopt(old, JobState(job_id="j", min_workers=1, max_workers=1))
     False
     """
     return not found.is_inside or found.generation == state.generation

@@ -105,7 +105,7 @@ _MAX_BLOCKS = 1 << 26
 """Maximum number of blocks in a text, which may come from another user: 512 TiB of 8 MiB each."""
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     """Where some samples are located; arrays of equal shape."""
 
     windows: Int64s
@@ -138,11 +138,11 @@ class BlockOrder:
         """First slot of each window, and the number of blocks."""
         self._bounds = np.concatenate(([0], self._ends))[self._slots]
         """First position of each window, and the number of samples."""
-        self._sorted: dict[int, Places] = {}
+        self._sorted: dict[int, Positions] = {}
         self._shares: dict[tuple[int, int], WindowShares | None] = {}
         """By window and number of shares."""
 
-    def locate(self, first: int, stop: int) -> Places:
+    def locate(self, first: int, stop: int) -> Positions:
         """Return the samples at the positions ``first`` to ``stop - 1``, in their order."""
         if not 0 <= first <= stop <= self.layout.num_samples:
             raise ValueError(f"positions {first} to {stop} leave {self.layout.num_samples} samples")
@@ -152,10 +152,10 @@ class BlockOrder:
         for window in range(begin, end):
             base = int(self._bounds[window])
             inside = slice(max(0, first - base), stop - base)
-            parts.append(Places(*(column[inside] for column in self._window(window))))
+            parts.append(Positions(*(column[inside] for column in self._window(window))))
         if not parts:
-            return Places(*(np.empty(0, np.int64) for _ in range(3)))
-        return Places(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+            return Positions(*(np.empty(0, np.int64) for _ in range(3)))
+        return Positions(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
     def samples(self, first: int, stop: int) -> Int64s:
         """Return the row numbers of the samples at the positions ``first`` to ``stop - 1``."""
@@ -175,7 +175,7 @@ class BlockOrder:
         order = split_step(places, counts, lambda window: self._shares_of(window, len(counts)))
         return self._samples_at(places)[order]
 
-    def _samples_at(self, places: Places) -> Int64s:
+    def _samples_at(self, places: Positions) -> Int64s:
         samples: Int64s = self.layout.starts[places.blocks] + places.rows
         return samples
 
@@ -190,14 +190,14 @@ class BlockOrder:
             self._shares[key] = WindowShares(blocks, rows, num_shares) if has_lanes else None
         return self._shares[key]
 
-    def _window(self, window: int) -> Places:
+    def _window(self, window: int) -> Positions:
         if window not in self._sorted:
             while len(self._sorted) >= _NUM_KEPT:
                 del self._sorted[next(iter(self._sorted))]
             self._sorted[window] = self._sort(window)
         return self._sorted[window]
 
-    def _sort(self, window: int) -> Places:
+    def _sort(self, window: int) -> Positions:
         # Row r of a shuffled block of n rows is due at (r + u) / n, with u from a hash, and rows
         # are sorted by due time. A block of any size is so spread evenly over the window: ranks
         # that split a step by block stay with the same blocks until the window ends.
@@ -218,13 +218,13 @@ class BlockOrder:
         number = (position - start).astype(np.uint64)
         due = (number << np.uint64(32) | u) // self._sizes[slot].astype(np.uint64)
         by_due = np.argsort(due, kind="stable")
-        return Places(
+        return Positions(
             np.full(len(slot), window, np.int64), self._blocks[slot[by_due]], rows[by_due]
         )
 
 
 def split_step(
-    places: Places,
+    places: Positions,
     counts: Sequence[int],
     shares_of: Callable[[int], WindowShares | None] = lambda window: None,
 ) -> Int64s:

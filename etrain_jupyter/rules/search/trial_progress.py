@@ -19,7 +19,7 @@ from etrain_jupyter.log.events import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class TrialEvaluation:
     """Values of one evaluation, after a number of training samples."""
 
     samples: int
@@ -36,12 +36,12 @@ class TrialProgress:
     usd: float = 0.0
     reason: str = ""
     """The notebook's exception; empty unless the job has failed with one."""
-    last: Evaluation | None = None
+    last: TrialEvaluation | None = None
     """The newest evaluation."""
     _samples_at: dict[int, int] = field(default_factory=dict)  # by step of an evaluation
     _step: int = 0
 
-    def apply(self, event: Event) -> Evaluation | None:
+    def apply(self, event: Event) -> TrialEvaluation | None:
         """Add the next event of the log, and return its evaluation, if it is one."""
         match event:
             case JobPlanned():
@@ -69,12 +69,12 @@ class TrialProgress:
                 pass
         return None
 
-    def apply_all(self, events: Iterable[Event]) -> list[Evaluation]:
+    def apply_all(self, events: Iterable[Event]) -> list[TrialEvaluation]:
         """Add several events, and return their evaluations."""
         return [found for event in events if (found := self.apply(event)) is not None]
 
-    def _evaluated(self, samples: int, values: dict[str, float]) -> Evaluation:
-        self.last = Evaluation(samples=samples, values=dict(values))
+    def _evaluated(self, samples: int, values: dict[str, float]) -> TrialEvaluation:
+        self.last = TrialEvaluation(samples=samples, values=dict(values))
         return self.last
 
 

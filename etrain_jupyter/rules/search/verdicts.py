@@ -37,14 +37,14 @@ class StudyLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class StudyVerdict:
     """The end of a study."""
 
     status: StudyStatus
     reason: str = ""
 
 
-def judge_study(progress: StudyProgress, limits: StudyLimits) -> Verdict | None:
+def judge_study(progress: StudyProgress, limits: StudyLimits) -> StudyVerdict | None:
     """Return how a study ends; None while it continues."""
     counts = Counter(progress.states)
     settled = len(progress.states) - counts["RUNNING"]
@@ -53,13 +53,15 @@ def judge_study(progress: StudyProgress, limits: StudyLimits) -> Verdict | None:
         first = min(MAX_FIRST_FAILURES, progress.num_trials)
         if failed >= first:
             which = f"all {failed} trials failed" if failed > 1 else "its trial failed"
-            return Verdict(
+            return StudyVerdict(
                 status="failed", reason=f"{which}; the last one with: {progress.last_failure}"
             )
     if settled >= progress.num_trials:
-        return Verdict(status="finished")
+        return StudyVerdict(status="finished")
     spent = _exceeded(progress, limits)
-    return Verdict(status="finished", reason=f"the budget is used up: {spent}") if spent else None
+    return (
+        StudyVerdict(status="finished", reason=f"the budget is used up: {spent}") if spent else None
+    )
 
 
 def _exceeded(progress: StudyProgress, limits: StudyLimits) -> str:

@@ -28,7 +28,7 @@ class StepTimes:
     """Clipping and the optimizer's update."""
 
 
-class Span:
+class TimeSum:
     """Adds up the time spent inside a ``with`` block, which ends without an exception."""
 
     # A generator with ``contextmanager`` takes three times as long.
@@ -54,7 +54,7 @@ class Stopwatch:
         self._ready_at = 0.0
         self._ready: Any = None
         self._summed: Any = None
-        self._fetch, self._update, self._exchange = Span(), Span(), Span()
+        self._fetch, self._update, self._exchange = TimeSum(), TimeSum(), TimeSum()
         self.begin()
 
     def begin(self) -> None:
@@ -63,11 +63,11 @@ class Stopwatch:
         self._fetch.spent_s = self._update.spent_s = self._exchange.spent_s = 0.0
         self._ready_at, self._ready, self._summed = 0.0, None, None
 
-    def fetching(self) -> Span:
+    def fetching(self) -> TimeSum:
         """Measure the wait for samples."""
         return self._fetch
 
-    def exchanging(self) -> Span:
+    def exchanging(self) -> TimeSum:
         """Measure an exchange within a pass, which waits for the other ranks."""
         return self._exchange
 
@@ -85,7 +85,7 @@ class Stopwatch:
             self._summed = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._summed.record()
 
-    def updating(self) -> Span:
+    def updating(self) -> TimeSum:
         """Measure the update."""
         return self._update
 

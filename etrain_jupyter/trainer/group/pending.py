@@ -125,7 +125,7 @@ def text_of(exc: BaseException) -> str:
     return text.encode("utf-8", "backslashreplace").decode()[:MAX_TEXT]
 
 
-class Exchange:
+class ExchangeThread:
     """Run work items in one thread, which may block inside gloo because it can be abandoned."""
 
     # main thread    submit ── Pending.wait ─────── X aborted: CommunicationError, next generation

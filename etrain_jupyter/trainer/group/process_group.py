@@ -36,7 +36,7 @@ from etrain_jupyter.trainer.group.backends import (
 )
 from etrain_jupyter.trainer.group.forming import Forming
 from etrain_jupyter.trainer.group.gloo_device import GlooDevice
-from etrain_jupyter.trainer.group.pending import Exchange, Pending, Waiters, text_of
+from etrain_jupyter.trainer.group.pending import ExchangeThread, Pending, Waiters, text_of
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore, CommunicationError
 from etrain_jupyter.trainer.group.small_sum import is_small, sum_small
 from etrain_jupyter.trainer.group.transports import GlooTransport, NcclTransport, Transport
@@ -86,7 +86,7 @@ class RankGroup:
         self._device: GlooDevice | None = None
         self._gloo: Any = None
         self._default_group: dist.ProcessGroup | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: ExchangeThread | None = None
         self._lock = threading.Lock()
         """Guards ``_exchange``, ``_closed`` and the device's descriptors against a concurrent
         abort."""
@@ -301,7 +301,7 @@ class RankGroup:
             # Created on demand, because many generations never use it. It is never created after a
             # failure, because ``abort`` has already run, so nothing would end the thread.
             if self._exchange is None and not self.failure:
-                self._exchange = Exchange()
+                self._exchange = ExchangeThread()
         self.raise_if_failed()
         assert self._exchange is not None
         return self._exchange.submit(work)

@@ -40,7 +40,7 @@ class CommunicationError(RuntimeError):
 class BroadcastStore(c10d.Store):
     """A rendezvous store without a server: the coordinator forwards every key that a rank sets.
 
-    Keys that every rank sets arrive together, see ``message_of``.
+    Keys that every rank sets arrive together, see ``message_for_key``.
 
     It uses the authenticated control channel, so it needs no open port, and it survives the loss of
     any rank. Keys from other generations are dropped before they reach it.
@@ -118,7 +118,7 @@ class BroadcastStore(c10d.Store):
                     raise CommunicationError(f"no value for {missing}: {why}")
 
 
-def message_of(
+def message_for_key(
     key: str, value: bytes, *, generation: int, rank: int, world_size: int
 ) -> StoreEntry | RankKey:
     """Return the message that publishes a key which this rank has set."""
@@ -128,7 +128,7 @@ def message_of(
     return RankKey(generation=generation, topic=topic, value=_shorten(value, world_size))
 
 
-def keys_of(message: RankKeys) -> Iterator[tuple[str, bytes]]:
+def keys_in(message: RankKeys) -> Iterator[tuple[str, bytes]]:
     """Yield the keys of all ranks with their values."""
     values = unpack_values(message.values)
     numbers = _numbers(len(values))

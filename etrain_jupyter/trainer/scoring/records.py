@@ -22,7 +22,7 @@ _HOW = (
 )
 
 
-def pack(returned: Any, samples: range) -> bytes:
+def pack_records(returned: Any, samples: range) -> bytes:
     """Return the records of a batch as bytes; concatenated, such bytes can be unpacked.
 
     Args:

@@ -38,7 +38,7 @@ from etrain_jupyter.trainer.group.gathering import gather_json, stream
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.micro_batch import MicroBatch
 from etrain_jupyter.trainer.scoring.exhibits import Exhibit
-from etrain_jupyter.trainer.scoring.records import pack
+from etrain_jupyter.trainer.scoring.records import pack_records
 from etrain_jupyter.trainer.scoring.score_process import ScoreError, Scorer, Scoring
 from etrain_jupyter.trainer.scoring.spool import RecordFile, Spool
 from etrain_jupyter.trainer.seeds import seed_all
@@ -345,7 +345,7 @@ class SetScores:
         for samples, (_, batch) in zip(batches, fetched, strict=True):
             # Seeded by the position in the set: any rank would draw the same numbers.
             seed_all(seed, step=step, rank=samples.start)
-            yield pack(workload.predict_batch(batch), samples)
+            yield pack_records(workload.predict_batch(batch), samples)
 
     # --- merge ---
 

@@ -60,7 +60,7 @@ class StagedFile:
         self._buffer = torch.empty(size, dtype=torch.uint8)
         # Pinned, so that device copies are asynchronous while this thread issues the next copy.
         if self._is_pinned:
-            pin(self._buffer, owner=self)
+            pin_buffer(self._buffer, owner=self)
         self._buffer[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._views = {
             name: self._view(len(header) + start, *self._form[name])
@@ -165,7 +165,7 @@ def _dtype_name(name: str, dtype: torch.dtype) -> str:
     return type_name
 
 
-def pin(buffer: torch.Tensor, *, owner: object) -> bool:
+def pin_buffer(buffer: torch.Tensor, *, owner: object) -> bool:
     """Register the memory of ``buffer`` with CUDA, so that copies from a GPU are asynchronous.
 
     torch's own pinned allocator rounds each block up to a power of two and keeps freed blocks: the

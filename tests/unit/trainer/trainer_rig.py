@@ -20,7 +20,7 @@ from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.bundle.files import write_bundle
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, RankGroup
-from etrain_jupyter.trainer.group.rendezvous import keys_of
+from etrain_jupyter.trainer.group.rendezvous import keys_in
 from etrain_jupyter.trainer.trainer import Trainer
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.channel import Channel, FrameDecoder, frame
@@ -124,7 +124,7 @@ class TrainerRig:
         # The other ranks set their keys one by one, so give them the trainer's alone.
         rank, world_size = self._place
         packed = pack_values([message.value] * world_size)
-        key, value = list(keys_of(m.RankKeys(topic=message.topic, values=packed)))[rank]
+        key, value = list(keys_in(m.RankKeys(topic=message.topic, values=packed)))[rank]
         for store in self.stores:
             store.put(key, value)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.head.coordinator.sharing import REVIEW_S
-from etrain_jupyter.head.jobs.job_views import progress_of
+from etrain_jupyter.head.jobs.job_views import report_progress
 from etrain_jupyter.log import events
 from etrain_jupyter.wire import messages as m
 from tests.unit.head.coordinator.rig import Rig
@@ -48,7 +48,7 @@ async def test_job_takes_the_minimum_until_it_is_measured_and_then_a_second_work
     assert sizes(rig) == [(1, "unmeasured"), (2, "measuring")]
     assert rig.nodes.wanted == 2
     assert set(rig.job.state.assigned) == {"w1", "w2"}
-    assert progress_of(rig.job).max_workers == 2
+    assert report_progress(rig.job).max_workers == 2
     [_, event] = rig.events(events.WorkersSized)
     assert (event.offered, event.measured) == (3, [1])
     assert event.reason.startswith("2 of 3 workers to measure the exchange of gradients")

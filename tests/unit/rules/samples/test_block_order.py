@@ -12,7 +12,7 @@ from etrain_jupyter.rules.samples.batch_plan import share_samples
 from etrain_jupyter.rules.samples.block_order import (
     BlockLayout,
     BlockOrder,
-    Places,
+    Positions,
     blocks_within,
     split_step,
 )
@@ -106,7 +106,7 @@ def test_step_across_two_windows_leaves_each_share_its_blocks() -> None:
     # Both windows have blocks 0 to 3 and 4 to 7; a single sorted run would give share 0 all of the
     # first window.
     blocks = np.array([0, 1, 2, 3, 4, 5, 6, 7])
-    places = Places(blocks // 4, blocks, np.zeros(8, np.int64))
+    places = Positions(blocks // 4, blocks, np.zeros(8, np.int64))
 
     order = split_step(places, [4, 4])
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from etrain_jupyter.head.jobs.rendezvous import Rendezvous
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, RankGroup
-from etrain_jupyter.trainer.group.rendezvous import keys_of, message_of
+from etrain_jupyter.trainer.group.rendezvous import keys_in, message_for_key
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.rank_values import pack_values
 from tests.unit.trainer.peers import HOST
@@ -39,13 +39,13 @@ class Coordinated:
 
     def _publish(self, rank: int, key: str, value: bytes) -> None:
         size = len(self.stores)
-        message = message_of(key, value, generation=1, rank=rank, world_size=size)
+        message = message_for_key(key, value, generation=1, rank=rank, world_size=size)
         self.sent.append(message)
         assert isinstance(message, m.RankKey), message
         report = m.RankKey(**{**vars(message), "trainer": self._names[rank]})
         keys = self._rendezvous.take(report, self._names)
         for store in self.stores if keys is not None else ():
-            store.put_all(dict(keys_of(keys)))
+            store.put_all(dict(keys_in(keys)))
 
 
 def test_group_connects_with_two_short_keys_of_each_rank():
@@ -66,14 +66,14 @@ def test_group_connects_with_two_short_keys_of_each_rank():
 def test_any_value_arrives_as_it_was_set(value, world_size):
     for tail in (b"", b"".join(n.to_bytes(8, "little") for n in range(world_size))):
         place = {"generation": 4, "rank": 0, "world_size": world_size}
-        message = message_of("0/0", value + tail, **place)
+        message = message_for_key("0/0", value + tail, **place)
         assert isinstance(message, m.RankKey)
         packed = pack_values([message.value] * world_size)
-        keys = dict(keys_of(m.RankKeys(topic="0", generation=4, values=packed)))
+        keys = dict(keys_in(m.RankKeys(topic="0", generation=4, values=packed)))
         assert keys == {f"0/{rank}": value + tail for rank in range(world_size)}
 
 
 def test_other_keys_are_entries_of_the_store():
     for key in ("made/1", "checkpoint/20/folder", "0/2", "default_pg/0//0/1", "nccl/0"):
-        message = message_of(key, b"x", **PLACE)
+        message = message_for_key(key, b"x", **PLACE)
         assert message == m.StoreEntry(generation=1, key=key, value=b"x")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from etrain_jupyter.trainer.references import WorkloadError
-from etrain_jupyter.trainer.scoring.records import pack, unpack_all
+from etrain_jupyter.trainer.scoring.records import pack_records, unpack_all
 
 ROWS = torch.arange(6.0).reshape(3, 2)
 
@@ -24,7 +24,7 @@ class Boxes(NamedTuple):
 def round_trip(*batches: Any) -> list[Any]:
     data, first = b"", 0
     for returned, size in batches:
-        data += pack(returned, range(first, first + size))
+        data += pack_records(returned, range(first, first + size))
         first += size
     return list(unpack_all(io.BytesIO(data), len(data)))
 
@@ -56,7 +56,7 @@ def test_bfloat16_survives() -> None:
 
 def test_a_record_that_is_a_view_is_stored_with_its_own_elements_only() -> None:
     big = torch.zeros(1000, 100)
-    data = pack([{"row": big[0], "pair": (big[1, :3],)}], range(1))
+    data = pack_records([{"row": big[0], "pair": (big[1, :3],)}], range(1))
 
     assert len(data) < 4_000
     [record] = unpack_all(io.BytesIO(data), len(data))
@@ -78,4 +78,4 @@ def test_a_record_that_is_a_view_is_stored_with_its_own_elements_only() -> None:
 )
 def test_anything_else_is_refused(returned: Any, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
-        pack(returned, range(6, 9))
+        pack_records(returned, range(6, 9))

@@ -16,7 +16,7 @@ from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.bundle.files import write_bundle
 from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
 from etrain_jupyter.trainer.scoring.exhibits import Exhibit
-from etrain_jupyter.trainer.scoring.records import pack
+from etrain_jupyter.trainer.scoring.records import pack_records
 from etrain_jupyter.trainer.scoring.score_process import (
     ProcessScorer,
     ScoreError,
@@ -35,7 +35,7 @@ def bundle_of(folder: Path, score: Callable[[Any], Any]) -> OpenBundle:
 
 
 def start(bundle: OpenBundle, send: SendExhibit = lambda exhibit: None) -> ScoreProcess:
-    parts = [pack([1, 2, 3], range(3)), pack([4], range(3, 4))]
+    parts = [pack_records([1, 2, 3], range(3)), pack_records([4], range(3, 4))]
     records = RecordFile(sum(map(len, parts)), 4)
     for part in parts:
         records.append(memoryview(part))

@@ -12,7 +12,7 @@ from safetensors.torch import load
 
 from etrain_jupyter.trainer.state import pieces, staging
 from etrain_jupyter.trainer.state.packing import StateError
-from etrain_jupyter.trainer.state.staging import StagedFile, pin, stage
+from etrain_jupyter.trainer.state.staging import StagedFile, pin_buffer, stage
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
@@ -137,7 +137,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 def test_memory_of_the_exact_size_is_pinned_until_its_owner_is_freed(cuda: FakeCuda) -> None:
     owner = Owner(torch.empty(3 << 20, dtype=torch.uint8))
 
-    assert pin(owner.buffer, owner=owner)
+    assert pin_buffer(owner.buffer, owner=owner)
     assert cuda.pinned == {owner.buffer.data_ptr(): 3 << 20}
 
     del owner
@@ -151,7 +151,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     cuda.error = 2
     owner = Owner(torch.empty(8, dtype=torch.uint8))
 
-    assert not pin(owner.buffer, owner=owner)
+    assert not pin_buffer(owner.buffer, owner=owner)
     assert "cannot pin 8 bytes of host memory (CUDA error 2)" in caplog.text
 
     del owner
@@ -161,7 +161,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
 def test_empty_memory_is_not_pinned(cuda: FakeCuda) -> None:
     empty = torch.empty(0, dtype=torch.uint8)
 
-    assert not pin(empty, owner=Owner(empty))
+    assert not pin_buffer(empty, owner=Owner(empty))
     assert cuda.pinned == {}
 
 
