@@ -13,7 +13,6 @@ from typing import Any
 from distributed import Scheduler, SchedulerPlugin
 
 from etrain_jupyter.head.coordinator import clock
-from etrain_jupyter.head.coordinator.acknowledgements import Acknowledgements
 from etrain_jupyter.head.coordinator.bundles import HeadBundles
 from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.coordinator.fault_injection import Injector
@@ -26,7 +25,7 @@ from etrain_jupyter.head.coordinator.requests import Requests
 from etrain_jupyter.head.coordinator.roster import MachineFacts, WorkerRoster
 from etrain_jupyter.head.coordinator.serving import Serving
 from etrain_jupyter.head.coordinator.sharing import Sharing
-from etrain_jupyter.head.coordinator.supervisors import Supervisors
+from etrain_jupyter.head.coordinator.supervisors import Acknowledgements, Supervisors
 from etrain_jupyter.head.head_coordinator import HeadCoordinator
 from etrain_jupyter.head.jobs.costs import CostLog
 from etrain_jupyter.head.jobs.hosted_job import HostedJob

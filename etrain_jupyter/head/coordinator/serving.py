@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from etrain_jupyter.head.coordinator.acknowledgements import Acknowledgements
 from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.coordinator.fault_injection import Injector
 from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.head.coordinator.notices import Notices
 from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.coordinator.sharing import Sharing
+from etrain_jupyter.head.coordinator.supervisors import Acknowledgements
 from etrain_jupyter.head.jobs.costs import CostLog
 from etrain_jupyter.head.jobs.hosted_job import HostedJob, Send
 from etrain_jupyter.rules.membership import stimuli as s

@@ -35,12 +35,12 @@ from etrain_jupyter.trainer.loop.evaluations import Evaluations
 from etrain_jupyter.trainer.loop.rank_times import RankTimes
 from etrain_jupyter.trainer.loop.sample_shares import SampleShares
 from etrain_jupyter.trainer.loop.step_records import (
+    StepRequests,
     out_of_memory_message,
     shares_message,
     skip_message,
     step_record,
 )
-from etrain_jupyter.trainer.loop.step_requests import StepRequests
 from etrain_jupyter.trainer.loop.update import NonFiniteLoss, NonFiniteLossError, Update, check_loss
 from etrain_jupyter.trainer.micro_batch import MicroBatch, largest_pass
 from etrain_jupyter.trainer.objective.measures import Means
