@@ -21,7 +21,7 @@ from etrain_jupyter.head.coordinator.kernel_requests import Handler, KernelReque
 from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost, NodeSource
 from etrain_jupyter.head.coordinator.notices import Notices
 from etrain_jupyter.head.coordinator.recovery import Recovering
-from etrain_jupyter.head.coordinator.requests import Requests
+from etrain_jupyter.head.coordinator.requests import JobRequests
 from etrain_jupyter.head.coordinator.roster import MachineFacts, WorkerRoster
 from etrain_jupyter.head.coordinator.serving import Serving
 from etrain_jupyter.head.coordinator.sharing import Sharing
@@ -88,7 +88,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._sharing = Sharing(nodes, self._workers, active, studies=self._studies.shares)
         self._notices = Notices(self._workers, active, self.allocate, nodes)
         self._injector = Injector(nodes, self._workers, self._notices)
-        self._requests = Requests(
+        self._requests = JobRequests(
             nodes=nodes, roster=self._workers, injector=self._injector, allocate=self.allocate
         )
         self._serving = Serving(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from etrain_jupyter.head.coordinator.bundles import HeadBundles
 from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.coordinator.hosted_jobs import HostedJobs
-from etrain_jupyter.head.coordinator.requests import RequestError, Requests
+from etrain_jupyter.head.coordinator.requests import JobRequests, RequestError
 from etrain_jupyter.head.coordinator.roster import MachineFacts, WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_spec import JobSpec
@@ -65,7 +65,7 @@ class KernelRequests:
     studies: Studies
     roster: WorkerRoster
     machines: MachineFacts
-    requests: Requests
+    requests: JobRequests
     """Carries out a user's requests for an active job."""
     bundles: HeadBundles
     defects: Defects

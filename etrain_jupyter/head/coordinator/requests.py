@@ -50,7 +50,7 @@ class UnknownJobError(RequestError):
         super().__init__(message, kind=UNKNOWN_JOB)
 
 
-class Requests:
+class JobRequests:
     """Carry out requests, and return a sentence describing the effect.
 
     Args:
