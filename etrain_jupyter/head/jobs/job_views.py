@@ -1,4 +1,4 @@
-"""What kernels and pools see of a job."""
+"""Describe a job for kernels and pools."""
 
 from __future__ import annotations
 
