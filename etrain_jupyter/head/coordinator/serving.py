@@ -12,7 +12,8 @@ from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.coordinator.sharing import Sharing
 from etrain_jupyter.head.coordinator.supervisors import Acknowledgements
 from etrain_jupyter.head.jobs.costs import CostLog
-from etrain_jupyter.head.jobs.hosted_job import HostedJob, Send
+from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.head.jobs.trainer_commands import Send
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire import messages as m
 

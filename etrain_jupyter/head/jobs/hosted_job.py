@@ -264,9 +264,9 @@ class HostedJob:
     def review_pace(self) -> None:
         """Update the interval of ``checkpoint.every: auto``; notify the ranks if it changes."""
         # Ranks in later generations receive it in JoinGeneration.
-        pace = self.tuning.review_pace(self.state)
-        for member in self.state.in_phase("ranked") if pace is not None else ():
-            self.commands.send(m.SetPace(trainer=member.trainer, pace=pace))
+        if (pace := self.tuning.review_pace(self.state)) is not None:
+            for member in self.state.in_phase("ranked"):
+                self.commands.send(m.SetPace(trainer=member.trainer, pace=pace))
 
     @property
     def has_reported_end(self) -> bool:

@@ -212,8 +212,9 @@ async def test_job_whose_log_another_process_writes_is_refused(
     other = Coordinator(rig.nodes, cluster_id="d", on_shutdown=lambda: None)
     order = {"job_id": "j", "name": "j", "run_dir": "/x", "config": {}}
     order |= put_bundle({**order, "place": place})
+    request = SubmitJob(job={**order, "place": place, "resumes": True})
     with pytest.raises(FencedError, match="written or uploaded by another process"):
-        await other._submit(SubmitJob(job={**order, "place": place, "resumes": True}))
+        await other._kernel_requests.submit(request)
 
 
 async def test_restarted_coordinator_continues_as_the_same_writer(
