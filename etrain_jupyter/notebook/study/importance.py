@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from etrain_jupyter.storage.study_folder import import_optuna
@@ -28,6 +28,8 @@ class Importance:
     """Samples at which the trials are compared; 0 for the end of the complete trials."""
     reason: str = ""
     """Why the importance is unknown; empty if it is known."""
+    compared: optuna.Study | None = field(default=None, repr=False, compare=False)
+    """The compared trials; None if there is a reason."""
 
     @property
     def basis(self) -> str:
@@ -59,23 +61,45 @@ def evaluate_importance(
     if num_complete < MIN_TRIALS and rungs:
         rung = rungs[0]
         values = {trial.number: _value_at(trial, rung) for trial in trials}
-    compared = [
-        package.trial.create_trial(params=t.params, distributions=t.distributions, value=value)
-        for t in trials
-        if (value := values.get(t.number)) is not None and math.isfinite(value)
-    ]
+    study = copy_trials(trials, values, mode=mode)
+    compared = study.get_trials(deepcopy=False, states=(package.trial.TrialState.COMPLETE,))
     count = len(compared)
     if count < MIN_TRIALS:
         kind = "trials at the first rung" if rung else "complete trials"
         return Importance(reason=f"it needs {MIN_TRIALS} {kind}, and there are {count}")
     if len({trial.value for trial in compared}) == 1:
         return Importance(reason=f"all {count} trials have the same value")
-    study = package.create_study(direction="maximize" if mode == "max" else "minimize")
-    study.add_trials(compared)
     evaluator = package.importance.PedAnovaImportanceEvaluator()
     found = package.importance.get_param_importances(study, evaluator=evaluator)
     shares = sorted(((name, float(share)) for name, share in found.items()), key=lambda p: -p[1])
-    return Importance(shares=tuple(shares), num_trials=count, rung=rung)
+    return Importance(shares=tuple(shares), num_trials=count, rung=rung, compared=study)
+
+
+def copy_trials(
+    trials: Sequence[optuna.trial.FrozenTrial], values: Mapping[int, float | None], *, mode: str
+) -> optuna.Study:
+    """Return a study in memory with the same trials, which are complete with other values.
+
+    Args:
+        trials: The trials.
+        values: Value by number; a trial without a finite value counts as failed.
+        mode: ``max`` or ``min``.
+    """
+    package = import_optuna()
+    direction = "maximize" if mode == "max" else "minimize"
+    study: optuna.Study = package.create_study(direction=direction)
+    for trial in trials:
+        value = values.get(trial.number)
+        is_known = value is not None and math.isfinite(value)
+        study.add_trial(
+            package.trial.create_trial(
+                state=package.trial.TrialState["COMPLETE" if is_known else "FAIL"],
+                value=value if is_known else None,
+                params=trial.params,
+                distributions=trial.distributions,
+            )
+        )
+    return study
 
 
 def _value_at(trial: optuna.trial.FrozenTrial, rung: int) -> float | None:

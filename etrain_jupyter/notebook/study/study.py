@@ -6,10 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from etrain_jupyter.config.search_schema import Parameter
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, JobNotFoundError
 from etrain_jupyter.insight.table import data_frame
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
@@ -18,12 +16,7 @@ from etrain_jupyter.notebook.job.link import JobLink
 from etrain_jupyter.notebook.job.open_jobs import hold
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.notebook.study.figure import (
-    check_kind,
-    plot_curves,
-    plot_importance,
-    plot_parallel,
-)
+from etrain_jupyter.notebook.study.figure import check_kind, draw
 from etrain_jupyter.notebook.study.importance import (
     Importance,
     describe_missing,
@@ -37,8 +30,8 @@ from etrain_jupyter.wire.requests import StopStudy
 
 if TYPE_CHECKING:
     import optuna
-    from matplotlib.figure import Figure
     from pandas import DataFrame
+    from plotly.graph_objects import Figure
 
 POLL_S = 0.25
 """Interval in seconds between two reads of Optuna's journal."""
@@ -127,15 +120,9 @@ class Study(Recorded):
             mode=str(search["mode"]),
             num_trials=int(attributes.get(names.NUM_TRIALS, 0)),
             num_samples=int(attributes.get(names.NUM_SAMPLES, 0)),
-            space=self._space,
             rungs=tuple(map(int, attributes.get(names.RUNGS, ()))),
             trials=tuple(_rows_of(study.get_trials(deepcopy=False))),
         )
-
-    @cached_property
-    def _space(self) -> dict[str, Parameter]:
-        space = self.record.config["space"]
-        return {name: Parameter.model_validate(spec) for name, spec in space.items()}
 
     def evaluate_importance(self) -> Importance:
         """Return the importance of the parameters, or why it is unknown."""
@@ -301,21 +288,25 @@ class Study(Recorded):
         return float(self.optuna.user_attrs.get(names.ENDED_AT, 0.0))
 
     def plot(self, kind: str = "curves") -> Figure:
-        """Return a Matplotlib figure.
+        """Return a plotly figure, which ``optuna.visualization`` has drawn.
 
         Args:
-            kind: ``curves`` for the curve of each trial and the best value so far, ``parallel`` for
-                one line per trial over the parameters and the metric, ``importance`` for the
-                importance of the parameters.
+            kind: ``curves`` for the curve of each trial, ``history`` for the values and the best
+                one so far, ``parallel`` for one line per trial over the parameters and the metric,
+                ``importance`` for the importance of the parameters, ``slice`` for the metric over
+                each parameter, or ``contour`` for the metric over each two of them.
 
         Raises:
-            ConfigError: If matplotlib is not installed, or the kind is unknown.
+            ConfigError: If plotly is not installed, or the kind is unknown.
             EtrainError: If there are too few trials for this figure.
         """
         check_kind(kind)
-        if kind == "importance":
-            return plot_importance(self.id, self.importance)
-        return (plot_parallel if kind == "parallel" else plot_curves)(self.view())
+        study, importance = self.optuna, self.evaluate_importance()
+        if kind == "importance" and importance.reason:
+            raise EtrainError(describe_missing(importance, self.id))
+        search = self.record.config["search"]
+        with self._readable():
+            return draw(kind, study, importance, metric=search["metric"], mode=search["mode"])
 
     def __repr__(self) -> str:
         return render_text(self.view())

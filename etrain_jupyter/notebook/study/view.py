@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from etrain_jupyter.config.search_schema import Parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +38,6 @@ class StudyView:
     num_trials: int
     num_samples: int
     """Samples of a whole trial; 0 until it is known."""
-    space: Mapping[str, Parameter] = field(default_factory=dict)
-    """Parameters by name, in the order of the cell."""
     rungs: tuple[int, ...] = ()
     trials: tuple[TrialRow, ...] = field(default=())
 
