@@ -550,6 +550,23 @@ class LogConfig(Section):
         # The coordinator may run in a different folder than the notebook.
         return str(Path(os.path.expanduser(value)).absolute()) if isinstance(value, str) else value
 
+    @field_validator("to")
+    @classmethod
+    def _refuse_second_tensorboard(cls, value: Any, info: ValidationInfo) -> Any:
+        if "tensorboard" in value and info.data.get("tensorboard"):
+            raise fault(
+                "{key} names tensorboard, as log.tensorboard does", hint="remove one of them"
+            )
+        return value
+
+    def loggers_of(self, run_dir: Path) -> dict[str, dict[str, JsonValue]]:
+        """Return the options of all loggers by name, including those of ``tensorboard``."""
+        if not self.tensorboard:
+            return self.to
+        is_folder = isinstance(self.tensorboard, str)
+        folder = str(self.tensorboard) if is_folder else str(run_dir / "tensorboard")
+        return {"tensorboard": {"folder": folder}, **self.to}
+
     def tensorboard_of(self, job_id: str, run_dir: Path) -> Path | None:
         """Return the folder of a job's TensorBoard files, or None if they are disabled."""
         if not self.tensorboard:

@@ -1,4 +1,4 @@
-"""Write a job's log as TensorBoard event files: ``python -m etrain_jupyter.log.tensorboard``.
+"""Logger for TensorBoard: write a job's log as event files.
 
 The files are written from the durable log and not by a rank, because rank 0 may die or change, and
 the job may undo a step that rank 0 would already have written. The log records when the job goes
@@ -6,19 +6,15 @@ back to an older step; a ``START`` record then makes TensorBoard drop the steps 
 writer is killed, its successor writes a new file, which first makes TensorBoard drop everything
 from step 0.
 
-The writer is a separate process next to the coordinator, which must stay responsive. It does not
-load torch: ``torch.utils.tensorboard`` only wraps ``EventFileWriter`` of the tensorboard package.
+Torch is not loaded: ``torch.utils.tensorboard`` only wraps ``EventFileWriter`` of the tensorboard
+package.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,16 +22,12 @@ from etrain_jupyter.config.fields import Section
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.log.events import JobStatus
 from etrain_jupyter.log.loggers.base import Exhibit, LoggerEntry, Record, RunInfo, Values
-from etrain_jupyter.log.loggers.feed import LogFeed, export_log, follow_log
+from etrain_jupyter.log.loggers.feed import export_log
 from etrain_jupyter.log.loggers.timeline import ReadExhibit
 from etrain_jupyter.log.tensorboard_exhibits import note_of, summary_of
 
 SUFFIX = ".etrain"
 """Suffix of the files that this package writes; other files in the folder are not touched."""
-POLL_S = 1.0
-"""Interval in seconds for reading new events."""
-LINGER_S = 2.0
-"""Seconds to keep reading after the job has ended, for late messages from its workers."""
 MAX_EXHIBIT_BYTES = 200_000_000
 """Maximum size of all exhibits in one event file: TensorBoard cannot remove the oldest ones."""
 OPTIONS = "--samples_per_plugin images=200,text=200"
@@ -66,27 +58,27 @@ class TensorBoardOptions(Section):
 class TensorBoardFiles:
     """Logger for TensorBoard: writes event files into a folder.
 
-    Earlier files of this package in the folder are replaced.
+    Earlier files of this package in the job's subfolder are replaced.
 
     Args:
-        folder: Folder for the event files.
+        folder: Folder for the event files, with a subfolder per job.
     """
 
-    def __init__(self, folder: Path, *, has_subfolders: bool = False) -> None:
-        self._folder, self._has_subfolders = folder, has_subfolders
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._writer: Any = None
         self._exhibit_bytes = 0  # in this file
 
     @classmethod
     def from_entry(cls, entry: LoggerEntry) -> Self:
-        """Create the logger for ``log.to``, with a subfolder per job.
+        """Create the logger for ``log.to``.
 
         Raises:
             ConfigError: If an option is invalid or tensorboard is not installed.
         """
         entry.require("tensorboard", extra="tensorboard")
         folder = entry.read_as(TensorBoardOptions).folder
-        return cls(Path(folder).expanduser().absolute(), has_subfolders=True)
+        return cls(Path(folder).expanduser().absolute())
 
     @property
     def options(self) -> dict[str, Any]:
@@ -98,7 +90,7 @@ class TensorBoardFiles:
         # Imported here because the package is optional.
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        folder = self._folder / run.job_id if self._has_subfolders else self._folder
+        folder = self._folder / run.job_id
         folder.mkdir(parents=True, exist_ok=True)
         _remove_old_files(folder)
         self._writer = EventFileWriter(str(folder), filename_suffix=SUFFIX)
@@ -186,63 +178,7 @@ def convert(log_path: Path, folder: Path, read_exhibit: ReadExhibit | None = Non
 
     Args:
         log_path: The log.
-        folder: Folder for the event files.
+        folder: Folder for the event files, with a subfolder per job.
         read_exhibit: Reads exhibits; by default from the folder of the log.
     """
     export_log(log_path, TensorBoardFiles(folder), read_exhibit)
-
-
-def follow(log_path: Path, folder: Path, is_wanted: Callable[[], bool]) -> None:
-    """Write a log's event files as it grows, until the job ends or ``is_wanted`` returns False."""
-    feed = LogFeed(log_path, TensorBoardFiles(folder))
-    follow_log(feed, is_wanted, poll_s=POLL_S, linger_s=LINGER_S)
-
-
-def follow_elsewhere(
-    log_path: Path, folder: Path, on_failure: Callable[[str], None]
-) -> threading.Thread:
-    """Follow a log in another process, which exits when the job ends or when this process exits.
-
-    Args:
-        log_path: The log.
-        folder: Folder for the event files.
-        on_failure: Called with the last line of output if the process fails, from the returned
-            thread ``etrain-tensorboard-<job>``.
-    """
-
-    def wait() -> None:
-        command = [sys.executable, "-m", __name__, str(log_path), str(folder), str(os.getpid())]
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                check=False,
-            )
-        except OSError as exc:
-            on_failure(str(exc))
-            return
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:]
-            on_failure(last[0] if last else f"its process exited with code {done.returncode}")
-
-    name = f"etrain-tensorboard-{log_path.parent.name}"
-    thread = threading.Thread(target=wait, name=name, daemon=True)
-    thread.start()
-    return thread
-
-
-def main() -> None:
-    """Follow the log given on the command line while the given parent process is alive."""
-    os.nice(10)
-    log_path, folder, parent = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    # If the coordinator dies, Linux gives this process another parent. The next coordinator starts
-    # another writer.
-    follow(log_path, folder, lambda: os.getppid() == parent)
-
-
-if __name__ == "__main__":
-    main()

@@ -89,7 +89,7 @@ class TensorBoardPlace:
         self.folder = folder
 
     def make(self) -> TensorBoardFiles:
-        return TensorBoardFiles(self.folder, has_subfolders=True)
+        return TensorBoardFiles(self.folder)
 
     def read(self) -> Stored:
         from tensorboard.backend.event_processing import (

@@ -126,7 +126,7 @@ def test_tensorboard_writes_files_for_a_finished_job_and_prints_the_command(
     said = capsys.readouterr().out
     assert f"In a terminal: tensorboard --logdir {folder}" in said
     assert "The files show the job up to now" in said
-    [file] = folder.iterdir()
+    [file] = (folder / "digits-1").iterdir()
     assert b"texts/report" in file.read_bytes()
 
 

@@ -88,18 +88,9 @@ class JobSpec:
         return (self.config.get("checkpoint") or {}).get("every") is None
 
     @property
-    def tensorboard(self) -> Path | None:
-        """Folder of its TensorBoard files; None unless ``log.tensorboard`` is set."""
-        return self._log.tensorboard_of(self.job_id, self.run_dir)
-
-    @property
     def loggers(self) -> dict[str, dict[str, Any]]:
         """Options of its loggers, by name; see ``log.loggers``."""
-        return self._log.to
-
-    @property
-    def _log(self) -> LogConfig:
-        return LogConfig.model_validate(self.config.get("log") or {})
+        return LogConfig.model_validate(self.config.get("log") or {}).loggers_of(self.run_dir)
 
     @property
     def num_shards(self) -> int | None:

@@ -104,7 +104,7 @@ def _export(
 
 
 def own_loggers(record: RunRecord) -> dict[str, dict[str, Any]]:
-    """Return the loggers in a job's ``log.to``, if this user submitted the job.
+    """Return the loggers in a job's ``log`` group, if this user submitted the job.
 
     The record of another user's job must not choose where this process writes.
     """
@@ -112,9 +112,10 @@ def own_loggers(record: RunRecord) -> dict[str, dict[str, Any]]:
 
 
 def configured_loggers(record: RunRecord) -> dict[str, dict[str, Any]]:
-    """Return the loggers in a job's ``log.to``; empty if it is invalid in this version."""
+    """Return the loggers in a job's ``log`` group; empty if it is invalid in this version."""
     try:
-        return dict(LogConfig.model_validate(record.config.get("log") or {}).to)
+        config = LogConfig.model_validate(record.config.get("log") or {})
+        return dict(config.loggers_of(record.folder))
     except ValidationError:
         return {}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ from etrain_jupyter.log.events import (
     ExhibitStored,
     JobRestored,
     JobStatusChanged,
+    JobSubmitted,
     StepCompleted,
 )
 from etrain_jupyter.log.exhibit_files import write_exhibit
 from etrain_jupyter.log.exhibits import Table, digest_of, encode_table, exhibit_key
-from etrain_jupyter.log.tensorboard import convert, follow, follow_elsewhere
+from etrain_jupyter.log.loggers import process
+from etrain_jupyter.log.tensorboard import convert
 from etrain_jupyter.log.tensorboard_exhibits import code_block, markdown_table
 from tests.unit.log.pictures import png
 
@@ -74,7 +76,7 @@ def exhibit(path: Path, number: int, name: str, format: Any, data: bytes) -> Exh
 def tensors(folder: Path, tag: str) -> list[tuple[int, list[bytes]]]:
     """Read a tag as the server of TensorBoard does, which converts images to tensors."""
     guidance = {"images": 0, "text": 0}
-    reader = plugins.EventAccumulator(str(folder), tensor_size_guidance=guidance).Reload()
+    reader = plugins.EventAccumulator(str(folder / "job"), tensor_size_guidance=guidance).Reload()
     return [(one.step, list(one.tensor_proto.string_val)) for one in reader.Tensors(tag)]
 
 
@@ -82,15 +84,18 @@ def texts(folder: Path, tag: str) -> list[tuple[int, str]]:
     return [(number, value.decode()) for number, [value] in tensors(folder, tag)]
 
 
+SUBMITTED = JobSubmitted(job_id="job", time=100.0, name="job", min_workers=1, max_workers=2)
+
+
 def write(path: Path, *events: Event) -> None:
     log = EventLog(path, fsync_every_s=None)
-    log.append(events)
+    log.append([SUBMITTED, *events])
     log.close()
 
 
 def reader_of(folder: Path) -> Any:
     return accumulator.EventAccumulator(
-        str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0}
+        str(folder / "job"), size_guidance={"scalars": 0, "images": 0, "tensors": 0}
     )
 
 
@@ -183,7 +188,7 @@ def test_exhibits_are_written_as_images_and_markdown(path: Path, folder: Path) -
     assert texts(folder, "texts/report") == [(4, "    f1  0.5\n      * b\n    ")]
     table = "| name | loss |\n| --- | --- |\n| a | 0.5 |\n| b |  |"
     assert texts(folder, "tables/worst") == [(4, table)]
-    reader = plugins.EventAccumulator(str(folder)).Reload()
+    reader = plugins.EventAccumulator(str(folder / "job")).Reload()
     assert reader.SummaryMetadata("figures/curve").plugin_data.plugin_name == "images"
     assert reader.SummaryMetadata("texts/report").plugin_data.plugin_name == "text"
     assert reader.SummaryMetadata("tables/worst").plugin_data.plugin_name == "text"
@@ -243,35 +248,18 @@ def test_event_files_have_a_limit_for_exhibits_and_say_what_is_left_out(
 
 
 def test_files_of_other_writers_are_kept(path: Path, folder: Path) -> None:
-    folder.mkdir()
-    (folder / "events.out.tfevents.1.theirs").write_bytes(b"")
+    mine = folder / "job"
+    mine.mkdir(parents=True)
+    (mine / "events.out.tfevents.1.theirs").write_bytes(b"")
     write(path, step(1))
 
     for _ in range(4):
         convert(path, folder)
 
-    assert (folder / "events.out.tfevents.1.theirs").exists()
+    assert (mine / "events.out.tfevents.1.theirs").exists()
     # The newest one and the one before it, which somebody may be reading.
-    assert len(list(folder.iterdir())) == 3
+    assert len(list(mine.iterdir())) == 3
     assert points(folder) == [(1, 0.5)]
-
-
-def test_follower_ends_with_the_job(
-    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensorboard, "LINGER_S", 0.0)
-    monkeypatch.setattr(tensorboard, "POLL_S", 0.01)
-    log = EventLog(path)
-    thread = threading.Thread(target=follow, args=(path, folder, lambda: True))
-    thread.start()
-    for n in range(1, 50):
-        log.append([step(n)])
-    log.append([status("finished")])
-    thread.join(60)
-    log.close()
-
-    assert not thread.is_alive()
-    assert points(folder) == [(n, 0.5) for n in range(1, 50)]
 
 
 def wait_for_points(reader: Any, number: int) -> list[tuple[int, float]]:
@@ -288,44 +276,27 @@ def test_writer_that_is_killed_is_replaced_without_gaps_or_repeats(
     path: Path, folder: Path
 ) -> None:
     log = EventLog(path)
-    log.append([step(n) for n in range(1, 8)])
-    command = [sys.executable, "-m", "etrain_jupyter.log.tensorboard", str(path), str(folder)]
-    with subprocess.Popen([*command, str(os.getpid())]) as first:
+    log.append([SUBMITTED, *(step(n) for n in range(1, 8))])
+    options = {"folder": str(folder)}
+    command = [sys.executable, "-m", process.__name__, "tensorboard", str(path), str(os.getpid())]
+    with subprocess.Popen([*command, "5"], stdin=subprocess.PIPE, text=True) as first:
+        assert first.stdin is not None
+        first.stdin.write(json.dumps(options))
+        first.stdin.close()
+        (folder / "job").mkdir(parents=True, exist_ok=True)
         onlooker = reader_of(folder)
-        folder.mkdir(exist_ok=True)
         assert wait_for_points(onlooker, 7) == [(n, 0.5) for n in range(1, 8)]
         first.send_signal(signal.SIGKILL)
     log.append([step(8), restored(5), step(6, loss=0.25), step(7, loss=0.25), status("finished")])
     failures: list[str] = []
 
-    follow_elsewhere(path, folder, failures.append).join(60)
+    process.follow_elsewhere("tensorboard", options, path, failures.append).join(60)
 
     log.close()
     expected = [*((n, 0.5) for n in range(1, 6)), (6, 0.25), (7, 0.25)]
     assert failures == []
     assert points(folder) == expected
     assert points_of(onlooker) == expected
-
-
-def test_writer_ends_with_its_coordinator(path: Path, folder: Path) -> None:
-    write(path, step(1))
-    command = [sys.executable, "-m", "etrain_jupyter.log.tensorboard", str(path), str(folder)]
-
-    # Its parent is this process and not the one that it is told.
-    subprocess.run([*command, "1"], check=True, timeout=60)
-
-    assert points(folder) == [(1, 0.5)]
-
-
-def test_failing_writer_reports_the_reason(path: Path, tmp_path: Path) -> None:
-    write(path, step(1))
-    (tmp_path / "board").write_text("a file")
-    failures: list[str] = []
-
-    follow_elsewhere(path, tmp_path / "board", failures.append).join(60)
-
-    assert len(failures) == 1
-    assert "FileExistsError" in failures[0]
 
 
 def test_error_names_the_missing_package_and_the_install_command(

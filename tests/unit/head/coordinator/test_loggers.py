@@ -41,6 +41,16 @@ async def test_each_logger_of_a_job_is_started(tmp_path: Path, started: Started)
     ]
 
 
+async def test_tensorboard_is_one_of_the_loggers(tmp_path: Path, started: Started) -> None:
+    host(tmp_path / "a", tensorboard=True)
+    host(tmp_path / "b", tensorboard=str(tmp_path / "boards"))
+
+    assert [call[:3] for call in started] == [
+        ("tensorboard", {"folder": str(folder)}, tmp_path / run / "events.jsonl")
+        for run, folder in (("a", tmp_path / "a" / "tensorboard"), ("b", tmp_path / "boards"))
+    ]
+
+
 async def test_failure_of_a_logger_is_logged_with_the_next_step(
     tmp_path: Path, started: Started
 ) -> None:
