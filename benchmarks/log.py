@@ -95,7 +95,9 @@ def _beginning(job_id: str) -> Iterator[Event]:
     yield JobSubmitted(**common, name=job_id, min_workers=1, max_workers=4)
     yield JobStatusChanged(**common, status="running")
     workers = [f"worker-{n}" for n in range(4)]
-    yield GenerationFormed(**common, generation=1, why="start", world_size=4, ranks=workers)
+    yield GenerationFormed(
+        **common, generation=1, why="start", world_size=4, ranks=workers, backend="gloo"
+    )
 
 
 def _section(job_id: str, start: int, stop: int) -> Iterator[Event]:
@@ -107,7 +109,7 @@ def _section(job_id: str, start: int, stop: int) -> Iterator[Event]:
             **{"lr": 1e-3 / (1 + n / 1e5), "world_size": 4, "samples_per_s": 4000 + n % 997 / 7},
             **{"metrics": {"accuracy": 1 - 1 / (n + 3)}, "data_s": n % 89 / 1e5},
             **{"compute_s": 0.02 + n % 83 / 1e5, "communication_s": n % 71 / 3e4},
-            **{"optimizer_s": n % 61 / 1e5},
+            **{"optimizer_s": n % 61 / 1e5, "ranks_agree": True, "skipped": False},
         }
         yield StepCompleted(**common, **values)
     last: dict[str, Any] = {**common, "time": 1.7e9 + stop / 37, "step": stop - 1}
@@ -116,7 +118,9 @@ def _section(job_id: str, start: int, stop: int) -> Iterator[Event]:
         times: dict[str, Any] = {
             **{"worker": f"worker-{rank}", "rank": rank, "world_size": 4, "samples": 16000},
             **{"num_steps": stop - start, "elapsed_s": 13.0, "data_s": 1.0, "compute_s": 9.0},
-            **{"communication_s": 2.0, "optimizer_s": 1.0},
+            **{"communication_s": 2.0, "optimizer_s": 1.0, "evaluation_s": 0.0},
+            **{"checkpoint_s": 0.0, "wait_s": 0.5, "metrics_s": 0.0, "core_wait_s": 0.0},
+            **{"cpu_s": 12.0},
         }
         yield RankTimed(**last, **times)
 

@@ -24,6 +24,7 @@ from etrain_jupyter.head.coordinator.nodes import NoNodes
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
 from etrain_jupyter.wire.codec import encode
+from etrain_jupyter.wire.versions import read_fingerprint
 
 TICKS = 20
 BUNDLE = HEADER.pack(13) + b'{"cells": {}}'
@@ -64,7 +65,7 @@ class _Head:
     async def run(self, folder: Path) -> dict[str, float]:
         """Pass the messages of all phases."""
         names, victim = self._names, self._names[len(self._names) // 2]
-        hello = m.SupervisorHello(device="cpu", pid=1)
+        hello = m.SupervisorHello(device="cpu", pid=1, fingerprint=read_fingerprint(), trainers={})
         self._time("hellos", lambda: self._say_all((name, hello) for name in names))
         (folder / "bundle").write_bytes(BUNDLE)
         job = {"job_id": "j", "name": "j", "run_dir": str(folder), "config": {}}

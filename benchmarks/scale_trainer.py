@@ -24,7 +24,8 @@ from etrain_jupyter.wire.rank_values import (
 
 PLAN = {
     **{"num_train_samples": 10**8, "num_eval_samples": 0, "global_batch_size": 4096},
-    **{"steps_per_epoch": 20_000, "total_steps": 10**7},
+    **{"steps_per_epoch": 20_000, "total_steps": 10**7, "total_samples": 4096 * 10**7},
+    **{"num_parameters": 10**6, "num_trained_parameters": 10**6},
 }
 WARM_S, CONNECT_S = 0.2, 0.0
 GLOO_KEY_BYTES = 154
@@ -170,6 +171,7 @@ class SleepingTrainer:
             **{"loss": 2.345678901, "lr": 0.001, "world_size": self._world_size},
             **{"samples_per_s": 40960.0, "metrics": {"accuracy": 0.512345}, "data_s": 0.001},
             **{"compute_s": 0.08, "communication_s": 0.015, "optimizer_s": 0.004},
+            **{"ranks_agree": True, "skipped": False},
         }
 
     def _now(self) -> int:

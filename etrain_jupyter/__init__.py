@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from etrain_jupyter.api import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:

@@ -25,8 +25,6 @@ from etrain_jupyter.errors import BundleError
 from etrain_jupyter.untrusted import open_regular
 
 FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)
-"""Format 1 stores arrays and tensors inside the pickles, and has no table."""
 
 HEADER = struct.Struct("!I")
 """Length of the JSON header, which follows."""
@@ -43,7 +41,7 @@ class OpenBundle:
     Attributes:
         references: Expressions by key.
         cells: Text of the captured code, by file name.
-        code: Fingerprints of the captured code; None in a bundle of an older version.
+        code: Fingerprints of the captured code.
         packages: Package versions in the notebook's environment; empty for a package that is not
             installed.
     """
@@ -52,9 +50,9 @@ class OpenBundle:
         self.references: dict[str, str] = header["references"]
         self.packages: dict[str, str] = header["packages"]
         self.cells = _cells_of(header)
-        self.code = CodeTable(**header["code"]) if "code" in header else None
+        self.code = CodeTable(**header["code"])
         self._order: list[str] = header["names"]
-        self._table: int | None = header.get("table")
+        self._table: int = header["table"]
         self._content, self._start = content, start  # the payload begins at `start`
         self._names: dict[str, Any] | None = None
         self._evaluated: set[str] = set()
@@ -131,7 +129,7 @@ class OpenBundle:
         stream = self._content.open()
         stream.seek(self._start)
         # Use one unpickler for all names, whose memo preserves objects that several names share.
-        unpickler = pickle.Unpickler(stream) if self._table is None else self._unpickler(stream)
+        unpickler = self._unpickler(stream)
         names: dict[str, Any] = {}
         for name in self._order:
             try:
@@ -143,7 +141,6 @@ class OpenBundle:
     def _unpickler(self, stream: BinaryIO) -> pickle.Unpickler:
         # Map the payload in each call: a second set of objects must not see the changes that
         # training made to the first set.
-        assert self._table is not None
         payload = self._content.map()[self._start :]
         table = pickle.loads(payload[self._table :])
         places = (payload[position : position + size] for position, size in table.pop("arrays"))
@@ -189,7 +186,7 @@ def open_bundle(bundle: Readable, *, digest: str = "") -> OpenBundle:
     # Check the versions before anything is unpickled: the errors caused by a mismatch would be hard
     # to understand.
     version, python = header["format"], tuple(header["python"][:2])
-    if version not in READABLE_VERSIONS:
+    if version != FORMAT_VERSION:
         raise BundleError(
             f"the bundle has format {version}, but this worker reads format {FORMAT_VERSION}. "
             "Install the same version of etrain-jupyter in the notebook and on the workers."

@@ -362,7 +362,7 @@ class EvalConfig(Section):
 
     @model_serializer(mode="wrap")
     def _to_text(self, handler: SerializerFunctionWrapHandler) -> Any:
-        # An interval alone has the format of older versions, whose configurations had no group.
+        # An interval alone is written as text, as in a cell.
         is_interval = self.predict is None and self.loss
         return str(self.every) if is_interval else handler(self)
 
@@ -640,7 +640,7 @@ class TrainConfig(Section):
         int | None, Field(ge=1, examples=[1000], json_schema_extra={"instead_of": "epochs"})
     ] = None
     """Optimizer steps, instead of epochs."""
-    # The field has the name that logs of older versions contain.
+    # Not named eval, which is a function of Python.
     eval_every: Annotated[EvalConfig, Field(alias="eval")] = EvalConfig()
     """Interval of evaluations on data.eval; with predict and score, scores of the whole set."""
     early_stopping: Annotated[

@@ -72,7 +72,7 @@ class ShardIndex:
         """Digest of the set's content, hexadecimal: equal for copies in different places.
 
         Without digests of the blocks, the digest of their sizes, followed by that of the files'
-        fingerprints. Logs of versions without fingerprints have the first part only.
+        fingerprints.
         """
         content = self._to_json()
         content["files"] = [file.size for file in self.files]

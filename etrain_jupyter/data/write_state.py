@@ -129,7 +129,7 @@ def load_state(folder: Path, to: str, arguments: dict[str, Any]) -> WriteState:
         arguments: Arguments that must be those of the unfinished write.
 
     Raises:
-        ShardError: If they are not, or if another version has begun the write.
+        ShardError: If they are not.
     """
     path = folder / _STATE
     state = WriteState(**json.loads(path.read_bytes())) if path.exists() else None
@@ -143,12 +143,6 @@ def load_state(folder: Path, to: str, arguments: dict[str, Any]) -> WriteState:
             f"{to} has an unfinished write with {name}={state.arguments[name]!r}, not "
             f"{arguments[name]!r}. Nothing was written. Use the same arguments to complete it, "
             f"or delete {to} and {folder}."
-        )
-    if state.num_gathered and not state.weights:
-        raise ShardError(
-            f"{to} has an unfinished write of an earlier version of etrain-jupyter, "
-            "which grouped its rows in another way. Nothing was written. Complete it with that "
-            f"version, or delete {to} and {folder}."
         )
     return state
 

@@ -275,12 +275,6 @@ def _notes_on_runs(runs: dict[str, Run]) -> list[str]:
                 f"{label}: its steps take {duration(run.step_hours)} of {duration(run.hours)}. The "
                 f"other {outside:.0%} are evaluations, checkpoints, recovery and waiting."
             )
-    without_phases = [label for label, run in trained.items() if not run.has_phases]
-    if without_phases:
-        notes.append(
-            f"The steps of {', '.join(without_phases)} have no loading times in the log, so their "
-            "throughput includes loading."
-        )
     without_prices = [label for label, run in trained.items() if not run.has_prices]
     if 0 < len(without_prices) < len(trained):
         notes.append(f"The pools of {', '.join(without_prices)} have no prices.")

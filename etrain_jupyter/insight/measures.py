@@ -62,17 +62,9 @@ def clock_hours(columns: Columns, gaps: Iterable[tuple[float, float]]) -> Floats
 
 
 def busy_durations(columns: Columns) -> Floats:
-    """Return the duration of each step without loading, in seconds, shape ``(num_steps,)``.
-
-    Logs from older versions do not have the phases of a step; there, it is the whole duration.
-    """
-    busy = np.sum([to_floats(columns[name]) for name in BUSY], axis=0)
-    return busy if np.all(busy > 0) else np.where(busy > 0, busy, step_durations(columns))
-
-
-def has_phases(columns: Columns) -> bool:
-    """Return True if every step has its phases, so that its loading time is known."""
-    return bool(np.all(np.sum([to_floats(columns[name]) for name in BUSY], axis=0) > 0))
+    """Return the duration of each step without loading, in seconds, shape ``(num_steps,)``."""
+    busy: Floats = np.sum([to_floats(columns[name]) for name in BUSY], axis=0)
+    return busy
 
 
 def mean_workers(columns: Columns, durations: Floats) -> float:

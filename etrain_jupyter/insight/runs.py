@@ -20,7 +20,6 @@ from etrain_jupyter.insight.measures import (
     busy_durations,
     clock_hours,
     divide,
-    has_phases,
     mean_workers,
     step_durations,
     to_floats,
@@ -181,11 +180,6 @@ class Run:
         return divide(self.num_samples, 3600 * self.hours)
 
     @property
-    def has_phases(self) -> bool:
-        """True if the loading time of every step is known."""
-        return has_phases(self.columns)
-
-    @property
     def step_hours(self) -> float:
         """Total duration of the steps, in hours."""
         return float(step_durations(self.columns).sum()) / 3600
@@ -308,7 +302,7 @@ def _task_of(config: Mapping[str, Any], record: JobRecord) -> Task:
 
 def group_of(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return a group of a configuration; empty if it is missing or invalid."""
-    # The log of a job may be older or newer than this version, or written by another user.
+    # The log may be from another version, or another user may have written it.
     group = config.get(key)
     return group if isinstance(group, Mapping) else {}
 

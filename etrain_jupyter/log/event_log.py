@@ -37,6 +37,7 @@ from etrain_jupyter.log.events import (
     JobRestored,
     JobStatusChanged,
     JobSubmitted,
+    LogFormatError,
     UserErrorRaised,
     event_from_dict,
 )
@@ -379,6 +380,8 @@ def _parse_chunk(lines: list[bytes], path: Path, first_line: int) -> list[Event]
 def _parse_line(line: bytes, path: Path, number: int) -> Event:
     try:
         return event_from_dict(json.loads(line))
+    except LogFormatError as exc:
+        raise EtrainError(str(exc)) from exc
     except _PARSE_ERRORS as exc:
         raise EtrainError(
             f"Line {number} of {path} is not an event: {line[:80]!r} ({exc}). "

@@ -13,12 +13,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
+from etrain_jupyter import __version__
+from etrain_jupyter.untrusted import plain_line
+
 JobStatus = Literal["submitted", "waiting", "running", "paused", "finished", "stopped", "failed"]
 LeaveReason = Literal["preempted", "scaled down"]
 ExhibitFormat = Literal["png", "text", "table"]
 WarmUpPhase = Literal["build", "trial", "compile"]
 """A trainer builds the model, the optimizer and the data sets, runs a trial pass, and compiles."""
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed"})
+
+LOG_FORMAT = 1
+"""Format of the log, which its ``JobSubmitted`` carries. Increment it if a log cannot be read as
+before; a new kind of event or a new field with a default does not need that."""
 
 STACKS_HEADER = "etrain: what the threads of this trainer are doing:"
 """Text of the log line that precedes the stack traces a supervisor has requested from a trainer."""
@@ -68,8 +75,9 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSubmitted(Event):
-    """A job was submitted to the cluster."""
+    """A job was submitted to the cluster. It is the first event of a log."""
 
+    format: int = LOG_FORMAT
     name: str
     min_workers: int
     max_workers: int
@@ -77,8 +85,8 @@ class JobSubmitted(Event):
     config: dict[str, Any] = field(default_factory=dict)
     """JSON form of its TrainConfig, with defaults filled in."""
     pool_s: float = 0.0
-    """Seconds until the scheduler of its pool responded, which includes its start; 0 in older
-    logs."""
+    """Seconds until the scheduler of its pool responded, which includes its start; 0 if it was not
+    measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,38 +151,28 @@ class JobPlanned(Event):
     """Steps per epoch at that batch size."""
     total_steps: int
     """Total steps at that batch size."""
-    num_parameters: int = 0
+    num_parameters: int
     """Parameters of the model."""
-    num_trained_parameters: int = 0
-    """Those that require a gradient; 0 in older logs, see ``trained_parameters``."""
-    total_samples: int = 0
-    """Number of samples that the whole job trains on, over all epochs; 0 in older logs."""
+    num_trained_parameters: int
+    """Those that require a gradient, and whose gradients are exchanged."""
+    total_samples: int
+    """Number of samples that the whole job trains on, over all epochs."""
     per_worker_batch_size: int = 0
     """Samples per step and worker; 0 if the batch size never changes."""
     train_layout: str = ""
     """Blocks of the training set, see ``rules.samples.block_order.BlockLayout``, on which the order
-    of the samples depends; empty if the set is in memory, and in older logs."""
+    of the samples depends; empty if the set is in memory."""
     train_digest: str = ""
     """Digest of the training set's content, hexadecimal; empty if it is in memory."""
 
     @property
     def model_size(self) -> str:
-        """The parameters as text; empty if they are unknown."""
-        return describe_parameters(self.trained_parameters, self.num_parameters)
-
-    @property
-    def trained_parameters(self) -> int:
-        """Number of parameters whose gradients are exchanged; in older logs, all parameters."""
-        return self.num_trained_parameters or self.num_parameters
+        """The parameters as text; empty if the model has none."""
+        return describe_parameters(self.num_trained_parameters, self.num_parameters)
 
     def batch_size_of(self, world_size: int) -> int:
         """Return the number of samples in a full step of ``world_size`` ranks."""
         return self.per_worker_batch_size * world_size or self.global_batch_size
-
-    @property
-    def job_samples(self) -> int:
-        """Samples of the whole job; logs of earlier versions have no ``total_samples``."""
-        return self.total_samples or self.total_steps * self.global_batch_size
 
     def total_steps_after(self, step: StepCompleted) -> int:
         """Return the total steps of the job if the number of workers remains as in ``step``."""
@@ -280,9 +278,8 @@ class GenerationFormed(Event):
     """Ranks that receive their state from rank 0."""
     step: int = 0
     """The newest committed step, after which all ranks continue."""
-    backend: str = ""
-    """The backend that sums the gradients, ``nccl`` or ``gloo``; empty in logs from older
-    versions."""
+    backend: str
+    """The backend that sums the gradients, ``nccl`` or ``gloo``."""
     stall_s: float = 0.0
     """Seconds since the end of the previous generation's last step, as observed by the
     coordinator."""
@@ -327,18 +324,18 @@ class StepCompleted(Event):
     samples_per_s: float
     metrics: dict[str, float] = field(default_factory=dict)
     """Mean of each metric over the step's samples."""
-    ranks_agree: bool = True
+    ranks_agree: bool
     """True if all ranks had the same weights, according to the fingerprints of this step."""
-    skipped: bool = False
+    skipped: bool
     """True if the gradients overflowed in fp16, so that no rank changed its weights."""
-    data_s: float = 0.0
+    data_s: float
     """Seconds that rank 0 waited for its samples."""
-    compute_s: float = 0.0
+    compute_s: float
     """Seconds that rank 0 spent in forward and backward passes."""
-    communication_s: float = 0.0
+    communication_s: float
     """Seconds that rank 0 waited for other ranks and for communication not overlapped with a
     backward pass."""
-    optimizer_s: float = 0.0
+    optimizer_s: float
     """Seconds that rank 0 spent in the update."""
 
 
@@ -368,28 +365,28 @@ class RankTimed(Event):
     backward pass."""
     optimizer_s: float
     """Part of ``elapsed_s``: updates."""
-    evaluation_s: float = 0.0
+    evaluation_s: float
     """Seconds spent in evaluations between the steps, including interrupted ones; not in
     ``elapsed_s``."""
-    checkpoint_s: float = 0.0
+    checkpoint_s: float
     """Seconds that checkpoints blocked training; not in ``elapsed_s``."""
+    wait_s: float
+    """Part of ``communication_s``: waiting for a slower rank. The last step of a generation is not
+    included."""
+    metrics_s: float | None
+    """Part of ``compute_s``: the functions in ``metrics``. None on a GPU, where the host does not
+    wait for them."""
+    core_wait_s: float | None
+    """Seconds between two reports in which the training thread was ready to run but had no core.
+    None if the system does not report them."""
+    cpu_s: float
+    """Processor seconds between two reports of all threads of the trainer, without the processes
+    that load data."""
     noise_variance: float | None = None
     """Variance of the mean gradient of one worker, summed over its components; None if the job does
     not measure it (``scaling.rule: adascale`` does)."""
     noise_square_norm: float | None = None
     """Squared norm of the true gradient, estimated together with ``noise_variance``."""
-    wait_s: float | None = None
-    """Part of ``communication_s``: waiting for a slower rank. The last step of a generation is not
-    included. None in logs from older versions."""
-    metrics_s: float | None = None
-    """Part of ``compute_s``: the functions in ``metrics``. None on a GPU, where the host does not
-    wait for them, and in logs from older versions."""
-    core_wait_s: float | None = None
-    """Seconds between two reports in which the training thread was ready to run but had no core.
-    None if the system does not report them, and in logs from older versions."""
-    cpu_s: float | None = None
-    """Processor seconds between two reports of all threads of the trainer, without the processes
-    that load data. None in logs from older versions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -527,8 +524,7 @@ class WorkerLeft(Event):
     """A worker left at a step boundary; no work was lost."""
 
     worker: str
-    reason: str
-    """A ``LeaveReason``; older versions had other reasons."""
+    reason: LeaveReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -666,6 +662,10 @@ class UnknownEvent(Event):
     data: dict[str, Any] = field(default_factory=dict)
 
 
+class LogFormatError(ValueError):
+    """The first event of a log in another format."""
+
+
 def event_from_dict(data: Mapping[str, Any]) -> Event:
     """Rebuild an event from ``Event.to_json_dict`` or ``Event.to_dict``.
 
@@ -673,6 +673,7 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
     ``UnknownEvent``, so that an older kernel can show a newer job.
 
     Raises:
+        LogFormatError: If it is the first event of a log in another format.
         TypeError: If a value does not have the type of its field. This is checked because a log may
             come from any user, and the code that reads it relies on the types.
         KeyError: If it does not have a kind.
@@ -680,6 +681,12 @@ def event_from_dict(data: Mapping[str, Any]) -> Event:
     values = dict(data)
     name = values.pop("event" if "event" in values else "kind")
     kind = Event.kinds.get(name)
+    if kind is JobSubmitted and values.get("format") != LOG_FORMAT:
+        raise LogFormatError(
+            f"the log of job {plain_line(str(values.get('job_id')), 60)} has format "
+            f"{plain_line(str(values.get('format')), 20)}, and etrain-jupyter {__version__} reads "
+            f"format {LOG_FORMAT}. Nothing was changed. Read it with the version that wrote it."
+        )
     if kind is None:
         common: dict[str, Any] = {
             k: values[k] for k in ("job_id", "time", "generation", "seq") if k in values
@@ -751,6 +758,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
     "JobStatus": ((str,), ()),
     "ExhibitFormat": ((str,), ()),
     "WarmUpPhase": ((str,), ()),
+    "LeaveReason": ((str,), ()),
     "list[str]": ((list, tuple), (str,)),
     "list[int]": ((list, tuple), (int,)),
     "list[float]": ((list, tuple), _NUMBER),

@@ -369,7 +369,7 @@ class JobRecord:
         self.step = event.step
         self.ranks, self.is_ready = tuple(event.ranks), False
         self._present = frozenset(event.ranks)
-        self.backend = event.backend or self.backend
+        self.backend = event.backend
         self._planned_start = event.step
         # The generation may die while it loads a checkpoint, so its start is recorded with its
         # first event. Checkpoints after its first step, however, are no longer part of the job.

@@ -18,7 +18,7 @@ from etrain_jupyter.log.events import Event, RankTimed
 PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
 APART = ("evaluation_s", "checkpoint_s")
 WITHIN = ("wait_s", "metrics_s")
-"""Parts of ``communication_s`` and ``compute_s``, which older versions did not measure."""
+"""Parts of ``communication_s`` and ``compute_s``."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
     in seconds: ``elapsed_s`` of all its steps, with its parts ``data_s``, ``compute_s``,
     ``communication_s`` and ``optimizer_s``, and separately ``evaluation_s`` and ``checkpoint_s``.
     ``wait_s`` is the part of ``communication_s`` in which the worker waited for a slower one, and
-    ``metrics_s`` the part of ``compute_s`` in the cell's metrics; NaN if they were not measured.
+    ``metrics_s`` the part of ``compute_s`` in the cell's metrics; NaN on a GPU.
     """
     workers: dict[str, _Spent] = {}
     alone = _Spent()  # total of the times with a single worker, whichever it was

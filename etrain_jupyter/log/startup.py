@@ -94,11 +94,9 @@ class Startup:
         for (name, since), (_, end) in pairwise(began):
             took_s = None if end is None or since is None else max(0.0, end - since)
             yield StartupStage(name=name, since=since, took_s=took_s)
-        # Not those before the newest stage: logs of older versions have no phases of the warm-up.
-        known = dict(began)
-        newest = max((i for i, name in enumerate(self._expected) if name in known), default=-1)
         if self._ended_at is None:
-            yield from (StartupStage(name=name) for name in self._expected[newest + 1 :])
+            known = dict(began)
+            yield from (StartupStage(name=name) for name in self._expected if name not in known)
 
     def _begin(self, event: JobSubmitted | JobResumed) -> None:
         compiles = ("compile",) if event.config.get("compile") else ()

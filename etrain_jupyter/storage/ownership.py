@@ -20,6 +20,8 @@ from typing import Any
 
 from etrain_jupyter.storage.bucket_log.place import private_root
 
+RECORD_FORMAT = 2
+"""Format of ``job.json`` and ``study.json``; etrain-jupyter 0.1 wrote none."""
 KEY_FILE = "signing.key"
 KEY_BYTES = 32
 SIGNED = ("job_id", "pool", "config", "bundle_digest", "cwd")

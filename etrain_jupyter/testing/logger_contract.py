@@ -210,7 +210,9 @@ class Job:
     def steps(self, numbers: Iterable[int], *, loss: float = 0.5) -> None:
         """Log steps; the loss of step n is ``loss / n``."""
         values: dict[str, Any] = {"epoch": 0, "first": 0, "samples": 32, "sample_checksum": 7}
-        values |= {"lr": 0.25, "world_size": 2, "samples_per_s": 10.0}
+        values |= {"lr": 0.25, "world_size": 2, "samples_per_s": 10.0, "data_s": 0.125}
+        values |= {"compute_s": 2.0, "communication_s": 1.0, "optimizer_s": 0.075}
+        values |= {"ranks_agree": True, "skipped": False}
         for n in numbers:
             self.append(
                 StepCompleted(

@@ -29,7 +29,11 @@ from etrain_jupyter.notebook.job.training_job import TrainingJob
 
 BUNDLE = b"\x00objects\xff" * 100
 _COMMON: dict[str, Any] = {"job_id": "digits-1", "time": 1.0}
-_PLAN: dict[str, Any] = {"num_train_samples": 8, "num_eval_samples": 0, "global_batch_size": 4}
+_PLAN: dict[str, Any] = {
+    **{"num_train_samples": 8, "num_eval_samples": 0, "global_batch_size": 4},
+    **{"steps_per_epoch": 2, "total_steps": 6, "total_samples": 24},
+    **{"num_parameters": 10, "num_trained_parameters": 10},
+}
 
 
 class RunPlace(Protocol):
@@ -210,6 +214,6 @@ def story() -> list[Event]:
     """Return a short log."""
     return [
         JobSubmitted(**_COMMON, name="digits", min_workers=1, max_workers=2),
-        JobPlanned(**_COMMON, **_PLAN, steps_per_epoch=2, total_steps=6),
+        JobPlanned(**_COMMON, **_PLAN),
         JobStatusChanged(**_COMMON, status="finished"),
     ]

@@ -114,8 +114,7 @@ class StoreContract:
             assert b"".join(blocks) == data
             first, stop = part.block_range(part.num_blocks - 1)
             assert (len(blocks[-1]), stop) == (stop - first, len(data))
-        assert Part.from_json(json.loads(json.dumps(big.to_json()))) == big
-        assert set(small.to_json()) == {"key", "sha256", "size"}
+        assert Part.from_json(json.loads(json.dumps(vars(big)))) == big
 
     def test_damaged_block_is_refused_and_the_others_are_read(
         self, store: CheckpointStore, place: StorePlace

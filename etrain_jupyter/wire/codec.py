@@ -23,9 +23,6 @@ KIND = "kind"
 VERSION = "wire_version"
 """Field in each message that opens a connection."""
 
-OLDEST_TYPED = 3
-"""The first wire version with typed messages. Earlier ones have the key ``op`` and no version."""
-
 MAX_KNOWN = 16
 """Maximum number of field-name sequences cached as valid, for each kind of record."""
 
@@ -46,14 +43,13 @@ class WireVersionError(MalformedMessageError):
     """A peer uses another wire version.
 
     Attributes:
-        theirs: The peer's version; None if the peer is too old to send one.
+        theirs: The peer's version; ``unknown`` if it sent none.
         ours: The version of this process.
     """
 
-    def __init__(self, theirs: int | None, ours: int) -> None:
+    def __init__(self, theirs: int | Literal["unknown"], ours: int) -> None:
         self.theirs, self.ours = theirs, ours
-        version = f"{theirs}" if theirs is not None else f"{OLDEST_TYPED - 1} or older"
-        super().__init__(f"it uses wire version {version}, and this process version {ours}")
+        super().__init__(f"it uses wire version {theirs}, and this process version {ours}")
 
 
 @dataclass(frozen=True)
@@ -130,9 +126,6 @@ class Vocabulary(Generic[M]):
         kind = data.get(KIND)
         cls = self._by_kind.get(kind) if isinstance(kind, str) else None
         if cls is None:
-            # Up to wire version 2, messages had the key "op" instead of "kind", and no version.
-            if kind is None and isinstance(data.get("op"), str):
-                raise WireVersionError(None, self._version)
             raise MalformedMessageError(
                 f"unknown message {str(kind)[:80]!r}; known: {', '.join(self._by_kind)}"
             )
@@ -152,7 +145,7 @@ def check_version(theirs: Any, ours: int) -> None:
     if theirs != ours:
         # Anything but an integer counts as unknown: the value is from an untrusted peer.
         known = isinstance(theirs, int) and not isinstance(theirs, bool)
-        raise WireVersionError(theirs if known else None, ours)
+        raise WireVersionError(theirs if known else "unknown", ours)
 
 
 def encode(message: Any) -> Encoded:

@@ -605,9 +605,9 @@ class SupervisorHello(Message):
     pid: int
     incarnation: int = 0
     """Number of resets so far, see ``ResetSupervisor``."""
-    fingerprint: dict[str, str] | None = None
-    """Installed versions, see ``wire.versions``; None if unknown."""
-    trainers: dict[str, TrainerSummary] | None = None
+    fingerprint: dict[str, str]
+    """Installed versions, see ``wire.versions``."""
+    trainers: dict[str, TrainerSummary]
     """Its trainers by name."""
 
 

@@ -5,9 +5,8 @@ peer may call it. The arguments are the request's fields and the wire version. E
 the version, so that both ends detect a peer with another version::
 
     kernel 3 ── etrain_describe(wire_version=3) ──▶ cluster 3     the reply has wire_version=3
-    kernel 2 ── etrain_describe() ────────────────▶ cluster 3     refused, with a remedy
-    kernel 3 ── etrain_describe(wire_version=3) ──▶ cluster 2     unknown argument: nothing is done,
-             ◀── an error without wire_version ──                  and the kernel reports why
+    kernel 3 ── etrain_describe(wire_version=3) ──▶ cluster 2     refused: the reply is an error
+                                                                  with wire_version=2
 """
 
 from __future__ import annotations
@@ -409,28 +408,15 @@ async def exchange(rpc: Any, request: Request[Any]) -> Any:
     """Call a scheduler through Dask's ``rpc``, and return its reply, still encoded.
 
     Raises:
-        RefusedRequestError: If the scheduler predates wire versions.
         OSError: If it cannot be reached.
         UnicodeEncodeError: If the request contains text that cannot be encoded.
     """
-    arguments = {**encode_fields(request), VERSION: WIRE_VERSION}
-    try:
-        return await getattr(rpc, request.op)(**arguments)
-    except (OSError, UnicodeEncodeError):
-        raise
-    except Exception as exc:
-        # Our handlers turn every exception into a reply, so this cluster predates wire versions.
-        # Its handler raises because of the unknown argument ``wire_version``. Dask sends the
-        # exception as a pickle; ``process.peers`` does not unpickle it, so Dask raises an
-        # AssertionError.
-        older = WireVersionError(None, WIRE_VERSION)
-        raise RefusedRequestError(OTHER_VERSION, _explain_cluster_version(older)) from exc
+    return await getattr(rpc, request.op)(**encode_fields(request), **{VERSION: WIRE_VERSION})
 
 
 def _explain_cluster_version(exc: WireVersionError) -> str:
-    theirs = exc.theirs if exc.theirs is not None else f"{WIRE_VERSION - 1} or older"
     return (
-        f"the cluster uses wire version {theirs}, and this kernel version {exc.ours} "
+        f"the cluster uses wire version {exc.theirs}, and this kernel version {exc.ours} "
         f"(etrain-jupyter {__version__}). Nothing was done, and its jobs keep training. Restart "
         "the kernel with the version of etrain-jupyter that started the cluster, or shut down "
         "the cluster with %etrain down and run the cell again."
@@ -471,9 +457,8 @@ def handler_of(
 
 
 def _explain_kernel_version(exc: WireVersionError) -> str:
-    theirs = exc.theirs if exc.theirs is not None else f"{WIRE_VERSION - 1} or older"
     return (
-        f"this kernel uses wire version {theirs}, and the cluster version {exc.ours} "
+        f"this kernel uses wire version {exc.theirs}, and the cluster version {exc.ours} "
         f"(etrain-jupyter {__version__}). Nothing was done, and the cluster's jobs keep training. "
         f"Install etrain-jupyter {__version__} for the kernel and restart it."
     )

@@ -76,7 +76,7 @@ def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> Ve
     wrong, notes, remedies = [], [], []
     for key, name in NAMES.items():
         one, other = theirs.get(key), ours.get(key)
-        # None: the peer is too old to report this package. "": the package is not installed there.
+        # None: the version was not reported. "": the package is not installed there.
         if one is None or not other or _release(one) == _release(other):
             continue
         difference = f"{name} {one} on {at}, {other} in {here}"

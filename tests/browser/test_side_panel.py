@@ -306,7 +306,7 @@ def test_palette_commands_apply_to_the_selected_job(
     shown = notebook.output(5).inner_text().strip()
     assert shown == "[('digits', 'pause', {}), ('squad', 'stop', {'now': True})]"
     page.evaluate("() => window.jupyterapp.commands.execute('etrain:run-doctor')")
-    expect(page.locator(".jp-Notebook")).to_contain_text("etrain-jupyter 0.1.0, Python")
+    expect(page.locator(".jp-Notebook")).to_contain_text("etrain-jupyter 0.2.0, Python")
 
 
 @long

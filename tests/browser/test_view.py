@@ -12,6 +12,7 @@ from playwright.sync_api import Page, expect
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard.job_view import JobView
 from tests.browser.view import View
+from tests.unit.log.spent import NOTHING_ELSE
 from tests.unit.notebook.dashboard.scripted_job import Script
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
@@ -404,7 +405,8 @@ def test_worker_row_shows_the_split_of_its_time(view: View, script: Script) -> N
             script.make(
                 t.RankTimed,
                 **{"worker": "w0", "rank": 0, "world_size": 4, "step": 300, "num_steps": 100},
-                **{"samples": 6400, "communication_s": 0.2, **spent},
+                **{"samples": 6400, "communication_s": 0.2},
+                **{**NOTHING_ELSE, **spent},
             )
         ]
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from etrain_jupyter.notebook.job.run_store import RunStore
 from tests.integration.notebook import Notebook
 
 HEAD = "%%etrain distributed\n"
@@ -27,11 +27,9 @@ TYPES = "_jupyter_types_experimental"
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
     """Provide a kernel with some names and one job in its run store, without a cluster."""
     folder = tmp_path_factory.mktemp("editor")
-    job = folder / "runs" / "digits-0a1b2c3d"
-    job.mkdir(parents=True)
-    record = {"job_id": job.name, "name": "digits", "created": 1.0}
-    (job / "job.json").write_text(json.dumps(record))
-    notebook = Notebook(folder, {"ETRAIN_RUNS": str(job.parent), "ETRAIN_STATE": str(folder)})
+    runs = folder / "runs"
+    RunStore(runs).create({"name": "digits", "created": 1.0}, job_id="digits-0a1b2c3d")
+    notebook = Notebook(folder, {"ETRAIN_RUNS": str(runs), "ETRAIN_STATE": str(folder)})
     assert notebook.run(SETUP).status == "ok"
     yield notebook
     notebook.close()

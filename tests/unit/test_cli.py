@@ -12,6 +12,7 @@ from etrain_jupyter.log.exhibit_files import write_exhibit
 from etrain_jupyter.log.exhibits import digest_of
 from etrain_jupyter.notebook.commands.subcommands import subcommands
 from etrain_jupyter.notebook.job.run_store import RunStore
+from tests.unit.log.spent import PLAIN_STEP
 from tests.unit.plugins.planner.planning.measured_jobs import measured_job
 from tests.unit.plugins.planner.planning.models import CPU
 
@@ -41,6 +42,7 @@ def runs(tmp_path: Path) -> str:
                 lr=0.1,
                 world_size=2,
                 samples_per_s=10.0,
+                **PLAIN_STEP | {"compute_s": 0.4},
             ),
             ExhibitStored(
                 **common,  # type: ignore[arg-type]
@@ -94,15 +96,6 @@ def test_plan_prints_options_and_a_recommendation(
     assert said.startswith("Plan for net-1: 997,440 samples left of 1,000,000")
     assert "Recommended: 1 worker on cpu" in said
     assert "no price is known" in said
-
-
-@pytest.mark.plugins
-def test_plan_of_a_job_whose_log_lacks_its_size_has_exit_status_2(
-    runs: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--runs", runs, "plan", "digits"]) == 2
-
-    assert "does not contain the size of the job" in capsys.readouterr().err
 
 
 def test_diagnose_reports_a_job_without_times_with_what_to_do(

@@ -36,6 +36,7 @@ from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from tests.unit.log.spent import NOTHING_ELSE, PLAIN_STEP
 
 BODY = """\
 model: Net()
@@ -795,13 +796,13 @@ def test_logs_show_the_time_split_of_each_worker(run: Run) -> None:
         RankTimed(
             **{"job_id": "j", "time": 1.0, "worker": "w1", "rank": 0, "world_size": 2},
             **{"step": 1200, "num_steps": 400, "samples": 3200, "elapsed_s": 10.0, **times},
-            evaluation_s=1.5,
+            **{**NOTHING_ELSE, "evaluation_s": 1.5},
         ),
         RankTimed(
             **{"job_id": "j", "time": 2.0, "worker": "w1", "rank": 0, "world_size": 2},
             **{"step": 1200, "num_steps": 0, "samples": 0, "elapsed_s": 0.0},
             **dict.fromkeys(times, 0.0),
-            evaluation_s=0.25,
+            **{**NOTHING_ELSE, "evaluation_s": 0.25},
         ),
         JobStatusChanged(job_id="j", time=5.0, status="finished"),
     )
@@ -822,7 +823,8 @@ def steps(job_id: str, workers: int) -> list[Event]:
         *(
             StepCompleted(
                 **common, time=10.0 + number, step=number, epoch=0, first=0, samples=8 * workers,
-                sample_checksum=0, loss=1.0, lr=0.1, world_size=workers, compute_s=1.0,
+                sample_checksum=0, loss=1.0, lr=0.1, world_size=workers,
+                **PLAIN_STEP | {"compute_s": 1.0},
                 samples_per_s=8.0 * workers,
             )
             for number in (1, 2)
@@ -912,6 +914,7 @@ def planned(job_id: str) -> Event:
     return JobPlanned(
         job_id=job_id, time=1.0, num_train_samples=160, num_eval_samples=0, global_batch_size=16,
         steps_per_epoch=10, total_steps=100, num_parameters=1000,
+        num_trained_parameters=1000, total_samples=1600,
     )  # fmt: skip
 
 
@@ -1002,7 +1005,7 @@ def slow_data(num_steps: int = 100) -> list[Event]:
     times = {"data_s": 5.0, "compute_s": 5.0, "communication_s": 0.0, "optimizer_s": 0.0}
     report = RankTimed(
         **common, worker="w0", rank=0, num_steps=num_steps, samples=800, elapsed_s=10.0,
-        wait_s=0.0, metrics_s=0.0, **times,
+        **times, **NOTHING_ELSE,
     )  # fmt: skip
     return [report, JobStatusChanged(job_id="j", time=5.0, status="finished")]
 

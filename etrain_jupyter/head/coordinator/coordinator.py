@@ -320,7 +320,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     def _greet(self, hello: m.SupervisorHello, worker: str, now: float) -> None:
         facts = self._supervisors.greet(hello, worker, now)
         if facts is not None:
-            self._mode.greet(facts.name, hello.trainers or {})
+            self._mode.greet(facts.name, hello.trainers)
 
     def _end_recovery(self) -> None:
         """Serve again once all workers are back, or the reconnect timeout has expired."""

@@ -224,8 +224,7 @@ class Fitness:
         # A job's workers need the notebook's versions, and our wire version.
         theirs = worker.fingerprint
         ours = {**job.spec.fingerprint, PROTOCOL_KEY: str(WIRE_VERSION)}
-        # A worker that reports no versions is accepted, since there is nothing to compare.
-        if theirs == ours or not theirs:
+        if theirs == ours:
             return True
         found = compare(theirs, ours, at=worker.name, here="this notebook")
         key = (job.spec.job_id, tuple(sorted(theirs.items())))

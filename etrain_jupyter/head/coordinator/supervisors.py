@@ -183,7 +183,7 @@ class Supervisors:
             device=hello.device,
             pid=hello.pid,
             incarnation=hello.incarnation,
-            fingerprint=hello.fingerprint or {},
+            fingerprint=hello.fingerprint,
         )
         if not self._roster.greet(facts, now):
             return None

@@ -52,7 +52,7 @@ def report_progress(job: HostedJob) -> JobProgress:
     plan, gradient_bytes = record.plan, 0.0
     if plan is not None and plan.num_parameters:
         gradient_bytes = exchange_of(
-            num_parameters=plan.trained_parameters,
+            num_parameters=plan.num_trained_parameters,
             compression=str(job.spec.config.get("compression") or "none"),
             passes=1,
         ).num_bytes

@@ -213,7 +213,7 @@ class TrainerMessages:
                 "checkpoints are kept. Use the same data, or resume with --force.",
             )
             return
-        is_other = before and not _are_same_shards(self._record.shards_before, _shards(report.plan))
+        is_other = before and self._record.shards_before != _shards(report.plan)
         if is_other and not self._spec.is_forced:
             yield _user_error(report.trainer, _OTHER_SHARDS)
             return
@@ -227,7 +227,7 @@ class TrainerMessages:
                 "data.train and data.eval must give the same samples on all workers.",
             )
             return
-        elif not _are_same_shards(_shards(report.plan), (plan.train_layout, plan.train_digest)):
+        elif _shards(report.plan) != (plan.train_layout, plan.train_digest):
             yield _user_error(
                 report.trainer,
                 f"the shards of data.train on {facts.worker} differ from those on the first worker "
@@ -414,13 +414,6 @@ def _lengths(plan: Mapping[str, Any]) -> tuple[int, int]:
 
 def _shards(plan: Mapping[str, Any]) -> tuple[str, str]:
     return plan.get("train_layout", ""), plan.get("train_digest", "")
-
-
-def _are_same_shards(one: tuple[str, str], other: tuple[str, str]) -> bool:
-    """Return True if two sets have the same layout and content."""
-    # The digest of earlier versions is the first part of the current one.
-    short, long = sorted((one[1], other[1]), key=len)
-    return one[0] == other[0] and long.startswith(short) and bool(short) == bool(long)
 
 
 def _user_error(trainer: str, text: str) -> s.UserErrorSeen:

@@ -17,7 +17,7 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.config.search_schema import Parameter, SearchConfig, Value
 from etrain_jupyter.config.trial_values import TrialTemplate
 from etrain_jupyter.head.jobs.job_spec import JobSpec
-from etrain_jupyter.storage.ownership import sign
+from etrain_jupyter.storage.ownership import RECORD_FORMAT, sign
 from etrain_jupyter.untrusted import check_job_id
 
 RECORD_FILE = "job.json"
@@ -103,7 +103,8 @@ class StudySpec:
 
     def _make_folder(self, folder: Path, values: dict[str, Any]) -> None:
         # As in the kernel's run store: a reader never finds a partial job.
-        record = {**self.record, **values, "created": time.time(), "bundle_file": BUNDLE_FILE}
+        written = {"format": RECORD_FORMAT, "created": time.time(), "bundle_file": BUNDLE_FILE}
+        record = {**self.record, **values, **written}
         record["signature"] = sign(record)
         hidden = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
         hidden.mkdir(mode=0o700)

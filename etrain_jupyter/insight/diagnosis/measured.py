@@ -140,7 +140,7 @@ def _gradient_bytes(record: RunRecord) -> float | None:
         return None
     compression = str(record.config.get("compression") or "none")
     exchange = exchange_of(
-        num_parameters=record.plan.trained_parameters, compression=compression, passes=1
+        num_parameters=record.plan.num_trained_parameters, compression=compression, passes=1
     )
     return exchange.num_bytes
 
@@ -229,7 +229,7 @@ def _parts(reports: Sequence[RankTimed], places: Mapping[str, str], saves: Saves
         passes_s=compute_s - (metrics_s or 0.0),
         metrics_s=metrics_s,
         communication_s=communication_s,
-        wait_s=mean_if_known("wait_s", communication_s),
+        wait_s=min(mean("wait_s"), communication_s),
         optimizer_s=optimizer_s,
         # Separate clock readings may add up to slightly more than the elapsed time.
         rest_s=max(0.0, mean("elapsed_s") - spent_s),
@@ -238,7 +238,7 @@ def _parts(reports: Sequence[RankTimed], places: Mapping[str, str], saves: Saves
         # Rank 0 measures it, and the other ranks wait for rank 0.
         slowed_s=saves.slowed_s,
         core_wait_s=mean_if_known("core_wait_s", math.inf),
-        cpu_s=mean_if_known("cpu_s", math.inf),
+        cpu_s=mean("cpu_s"),
     )
 
 

@@ -156,7 +156,7 @@ def _batch(facts: Facts, **more: int) -> str:
 def _update_less_often(facts: Facts) -> Remedy:
     # Four times as many samples per step, in four times as many passes, with one exchange and one
     # update.
-    once_s = (transfer_s(facts.workers) or 0.0) + fmean(one.optimizer_s for one in facts.workers)
+    once_s = transfer_s(facts.workers) + fmean(one.optimizer_s for one in facts.workers)
     passes = facts.config.batch.aggregation_frequency * FACTOR
     return Remedy(
         text=f"accumulate gradients over {passes} passes before each exchange and update; the batch"
@@ -193,7 +193,7 @@ def _leave_out(facts: Facts, saved: float) -> Remedy:
         return one.own_s + (_share_s(one) * (1 / kept - 1) if is_global else 0.0)
 
     between_s = fmean(one.evaluation_s + one.checkpoint_s for one in facts.workers)
-    after_s = max(map(new_own_s, others)) + (transfer_s(facts.workers) or 0.0) + between_s
+    after_s = max(map(new_own_s, others)) + transfer_s(facts.workers) + between_s
     ratio = facts.step_s / after_s * (1.0 if is_global else kept) if after_s > 0 else None
     can_share = facts.config.batch.split == "even" and facts.config.reproducible is None
     if ratio is not None and ratio <= 1:
@@ -228,7 +228,7 @@ def _share_by_speed(facts: Facts, names: str) -> Remedy:
         total = len(scaled) + sum(fixed / per_share for fixed, per_share in scaled)
         own_s = max(total / sum(1 / p for _, p in scaled), max(fixed for fixed, _ in scaled))
         between_s = fmean(one.evaluation_s + one.checkpoint_s for one in facts.workers)
-        gain = _gain(facts.step_s, own_s + (transfer_s(facts.workers) or 0.0) + between_s)
+        gain = _gain(facts.step_s, own_s + transfer_s(facts.workers) + between_s)
     return Remedy(
         text=f"give {names} fewer samples of each step, or replace it by a worker as fast as the "
         "others; training without it would be slower",
@@ -302,7 +302,7 @@ def _add_workers(facts: Facts) -> Remedy:
     transfer = transfer_s(facts.workers)
     gain, more_s = None, 0.0
     # With one worker, the transfer between two is unknown.
-    if now > 1 and transfer is not None:
+    if now > 1:
         slowest = max(facts.workers, key=lambda one: one.own_s)
         per_sample_s = slowest.data_s + slowest.passes_s + (slowest.metrics_s or 0.0)
         # With ``batch.global``, a worker has half of the samples; with ``per_worker``, a step has
@@ -355,18 +355,16 @@ def _core_sharing_s(facts: Facts, *, sample_share: float, alone_s: float) -> flo
         sample_share: Samples of a worker, relative to now.
         alone_s: Time of a step if each worker has its own cores.
     """
-    cpu = [one.cpu_s for one in facts.workers]
-    known = [one for one in cpu if one is not None]
-    if math.isinf(facts.cores) or len(known) < len(cpu):
+    if math.isinf(facts.cores):
         return 0.0
     # The loop, the exchange and the update need their core; what remains is for samples.
     fixed = fmean(one.rest_s + one.optimizer_s for one in facts.workers)
-    fixed += transfer_s(facts.workers) or 0.0
-    mean = fmean(known)
+    fixed += transfer_s(facts.workers)
+    mean, num_workers = fmean(one.cpu_s for one in facts.workers), len(facts.workers)
     needed = min(mean, fixed) + max(0.0, mean - fixed) * sample_share
     # With several threads, a worker takes less time than processor time.
     alone = min(needed, alone_s)
-    now, then = (count * needed / facts.cores for count in (len(cpu), 2 * len(cpu)))
+    now, then = (count * needed / facts.cores for count in (num_workers, 2 * num_workers))
     return max(alone, then) - max(alone, now)
 
 

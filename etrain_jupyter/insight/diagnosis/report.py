@@ -47,16 +47,14 @@ WHY: dict[Cause, str] = {
     "checkpoint": "Checkpoints block training",
 }
 NOT_MEASURED: dict[Cause, str] = {
-    "communication": "the transfer of gradients apart from waiting (logs of older versions)",
-    "straggler": "the wait for slower workers (logs of older versions)",
-    "metrics": "the metrics (on a GPU, and in logs of older versions)",
+    "metrics": "the metrics (on a GPU)",
     "overhead": "the fixed cost of a pass (it needs an epoch whose last step is smaller)",
 }
 PARTS = {
     "data_s": "data",
     "passes_s": "passes",
     "metrics_s": "metrics",
-    "communication_s": "exchange",
+    "communication_s": "exchange",  # only in the data frame: the others show its two parts
     "transfer_s": "transfer",
     "wait_s": "wait",
     "optimizer_s": "update",
@@ -67,8 +65,6 @@ PARTS = {
 """Headings of the parts of a step."""
 ALWAYS = ("data_s", "passes_s", "optimizer_s")
 """Parts that the text and the HTML have even if they are zero on all workers."""
-SPLIT = ("transfer_s", "wait_s")
-"""Parts of ``communication_s``, which the text and the HTML have instead if they were measured."""
 
 Row = dict[str, Any]
 
@@ -200,12 +196,10 @@ class Diagnosis:
 
     def _table(self) -> list[list[str]]:
         rows = self.rows
-        is_split = all(one.wait_s is not None for one in self.measured.workers)
-        left_out = ("communication_s",) if is_split else SPLIT
         shown = [
             key
             for key in PARTS
-            if key in ALWAYS or (key not in left_out and any(row[key] > 0 for row in rows))
+            if key in ALWAYS or (key != "communication_s" and any(row[key] > 0 for row in rows))
         ]
         lines = [["worker", *(PARTS[key] for key in shown), "step"]]
         for row in rows:

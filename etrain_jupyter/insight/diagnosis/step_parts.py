@@ -33,11 +33,11 @@ class StepParts:
     passes_s: float
     """Forward and backward passes, without metrics if these were measured."""
     metrics_s: float | None
-    """The cell's metrics; None if not measured."""
+    """The cell's metrics; None on a GPU, where they are not measured."""
     communication_s: float
     """Exposed communication: transfer, and waiting for slower workers."""
-    wait_s: float | None
-    """Part of ``communication_s``: waiting for slower workers; None if not measured."""
+    wait_s: float
+    """Part of ``communication_s``: waiting for slower workers."""
     optimizer_s: float
     """The update."""
     rest_s: float
@@ -50,8 +50,8 @@ class StepParts:
     """Part of the other times: slower steps while a checkpoint is written in the background."""
     core_wait_s: float | None = None
     """Part of the other times: waiting for a core; None if not measured."""
-    cpu_s: float | None = None
-    """Part of the other times: on a core, counted once for each thread; None if not measured."""
+    cpu_s: float = 0.0
+    """Part of the other times: on a core, counted once for each thread."""
 
     @property
     def own_s(self) -> float:
@@ -65,9 +65,9 @@ class StepParts:
         return self.own_s + self.communication_s + self.evaluation_s + self.checkpoint_s
 
     @property
-    def transfer_s(self) -> float | None:
-        """Exposed transfer of the gradients; None if it was not measured apart from the wait."""
-        return None if self.wait_s is None else self.communication_s - self.wait_s
+    def transfer_s(self) -> float:
+        """Exposed transfer of the gradients."""
+        return self.communication_s - self.wait_s
 
 
 def core_wait_of(workers: Sequence[StepParts]) -> float | None:
@@ -89,11 +89,9 @@ def step_s(workers: Sequence[StepParts]) -> float:
     return fmean(one.total_s for one in workers)
 
 
-def transfer_s(workers: Sequence[StepParts]) -> float | None:
-    """Return the exposed transfer in a step; None if it was not measured on all workers."""
-    transfers = [one.transfer_s for one in workers]
-    known = [one for one in transfers if one is not None]
-    return fmean(known) if len(known) == len(transfers) else None
+def transfer_s(workers: Sequence[StepParts]) -> float:
+    """Return the exposed transfer in a step."""
+    return fmean(one.transfer_s for one in workers)
 
 
 def split_stragglers(
@@ -131,6 +129,7 @@ def saved_s(workers: Sequence[StepParts], *, fixed_s: float | None = None) -> di
     longest = max(one.own_s for one in workers)
     passes_s = fmean(one.passes_s for one in workers)
     rest_s = fmean(one.rest_s for one in workers)
+    slow, others = split_stragglers(workers)
     found: dict[Cause, float] = {
         "input": longest - max(one.own_s - one.data_s for one in workers),
         "optimizer": longest - max(one.own_s - one.optimizer_s for one in workers),
@@ -139,17 +138,14 @@ def saved_s(workers: Sequence[StepParts], *, fixed_s: float | None = None) -> di
         "evaluation": max(one.evaluation_s for one in workers),
         "checkpoint": max(one.checkpoint_s + one.slowed_s for one in workers),
         "overhead": rest_s,
+        "communication": transfer_s(workers),
+        "straggler": longest - max(one.own_s for one in others) if slow else 0.0,
     }
     if fixed_s is not None and fixed_s > FIXED_SHARE * passes_s:
         found["overhead"] += min(fixed_s, passes_s)
     metrics = [one.metrics_s for one in workers]
     if None not in metrics:
         found["metrics"] = longest - max(one.own_s - (one.metrics_s or 0.0) for one in workers)
-    transfer = transfer_s(workers)
-    if transfer is not None:
-        found["communication"] = transfer
-        slow, others = split_stragglers(workers)
-        found["straggler"] = longest - max(one.own_s for one in others) if slow else 0.0
     return {cause: max(0.0, seconds) for cause, seconds in found.items()}
 
 

@@ -178,18 +178,14 @@ def _events_of(log_path: Path) -> Iterator[Event]:
         yield from events
 
 
-def _described_by(event: Event, run: RunInfo | None) -> RunInfo:
+def _described_by(event: Event, run: RunInfo | None) -> RunInfo | None:
     if run is None:
+        if not isinstance(event, JobSubmitted):
+            return None  # the log is damaged
         _check_id(event.job_id)
-    if isinstance(event, JobSubmitted):
         return RunInfo(
-            job_id=run.job_id if run else event.job_id,
-            name=event.name,
-            created=event.time,
-            config=event.config,
+            job_id=event.job_id, name=event.name, created=event.time, config=event.config
         )
-    if run is None:  # the log of an older version, or a damaged one
-        run = RunInfo(job_id=event.job_id, name=event.job_id, created=event.time, config={})
     if isinstance(event, JobResumed) and event.config:
         return dataclasses.replace(run, config=event.config)
     return run

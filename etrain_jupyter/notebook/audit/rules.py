@@ -229,7 +229,7 @@ def _check_end(
         return
     # A resume with another batch size changes the number of steps, but not the number of samples.
     # The same holds for a per-worker batch, whose global size changes with the number of workers.
-    if planned.per_worker_batch_size or (num_attempts > 1 and planned.total_samples):
+    if planned.per_worker_batch_size or num_attempts > 1:
         last = max(steps, key=lambda step: step.step, default=None)
         trained = 0
         if last is not None:

@@ -712,7 +712,7 @@ def tensorboard(surface: Surface, job: str | None = None) -> str:
     record = found.record
     try:
         log = LogConfig.model_validate(record.config.get("log") or {})
-    # The record of a job may be older or newer than this version, or written by another user.
+    # The record may be from another version, or another user may have written it.
     except ValidationError as exc:
         raise EtrainError(
             f"the group 'log' in the configuration of job {record.job_id} is invalid in this "

@@ -227,7 +227,7 @@ class JobView:
         self._facts.epochs = event.total_steps / per_epoch if per_epoch else None
         self._facts.global_batch_size = event.global_batch_size
         self._facts.num_parameters = event.num_parameters
-        self._facts.num_trained_parameters = event.trained_parameters
+        self._facts.num_trained_parameters = event.num_trained_parameters
         self._facts.charts = replace(self._facts.charts, has_eval=event.num_eval_samples > 0)
 
     @_fold.register

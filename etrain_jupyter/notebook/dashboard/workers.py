@@ -127,7 +127,7 @@ class WorkerTable:
         for rank, worker in enumerate(ranks):
             row = self._row(worker)
             row.rank, row.state, row.note, row.entered_at = rank, "training", "", num_steps
-            # Logs of older versions have no process ids.
+            # Another user may have written the log, with fewer process ids than ranks.
             if rank < len(trainer_pids):
                 row.trainer_pid = trainer_pids[rank]
         return [worker for worker in ranks if worker not in present]

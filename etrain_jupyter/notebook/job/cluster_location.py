@@ -38,7 +38,7 @@ def find_cluster(cluster: Mapping[str, str], host: str) -> ClusterLocation:
 
     Args:
         cluster: The cluster's entry in ``job.json``.
-        host: The host that submitted the job, from ``job.json``; empty in older records.
+        host: The host that submitted the job, from ``job.json``.
     """
     from etrain_jupyter.pools.own_clusters import (
         address_of,
@@ -71,7 +71,7 @@ def find_cluster(cluster: Mapping[str, str], host: str) -> ClusterLocation:
         return ClusterLocation(address=known, why="" if known else _why_unreachable(cluster, host))
     # This user's live clusters on this machine always have a folder; if it is missing, the cluster
     # has ended.
-    is_here = host in ("", platform.node()) and PurePath(state_dir).parent in state_roots()
+    is_here = host == platform.node() and PurePath(state_dir).parent in state_roots()
     return ClusterLocation(
         has_ended=is_here, why="" if is_here else _why_unreachable(cluster, host)
     )

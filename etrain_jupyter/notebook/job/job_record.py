@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from etrain_jupyter import __version__
 from etrain_jupyter.log.event_log import LOG_FILE
 from etrain_jupyter.storage.checkpoints import place_of_job
-from etrain_jupyter.storage.ownership import is_signed
+from etrain_jupyter.storage.ownership import RECORD_FORMAT, is_signed
 from etrain_jupyter.untrusted import is_job_id, plain_line, read_regular
 
 RECORD_FILE = "job.json"
@@ -26,6 +27,7 @@ MAX_RECORD_BYTES = 16_000_000
 """Maximum size of a ``job.json``; a larger file was not written by this package."""
 MAX_TIME = 253_370_764_800.0
 """End of the valid range of times: the year 9999, in seconds since the epoch."""
+_LOCATION = ("folder", "place")  # fields of a ``RunRecord`` that are not in ``job.json``
 # `bundle` from the submit, `bundle-<digest>` from a cell that resumed the job.
 _BUNDLE_NAME = re.compile(r"bundle(-[A-Za-z0-9]{1,64})?")
 
@@ -38,6 +40,7 @@ class RunRecord:
     name: str
     created: float
     """Seconds since the epoch."""
+    format: int = RECORD_FORMAT
     folder: Path
     pool: str = "local"
     cluster: dict[str, str] = field(default_factory=dict)
@@ -50,15 +53,15 @@ class RunRecord:
     version: str = ""
     """Version of etrain-jupyter that submitted the job, or last resumed it."""
     cwd: str = ""
-    """Working folder of the notebook that submitted the job; empty in older records."""
+    """Working folder of the notebook that submitted the job."""
     bundle_file: str = BUNDLE_FILE
     """Name of the bundle's file; it changes when a cell resumes the job."""
     host: str = ""
-    """Machine that submitted the job, or last resumed it; empty in older records."""
+    """Machine that submitted the job, or last resumed it."""
     place: str = ""
     """URL of the job in a bucket, where ``folder`` is a local copy; empty for a job in a folder."""
     signature: str = ""
-    """Signature by this user's kernel, see ``ownership``; empty in older records."""
+    """Signature by this user's kernel, see ``ownership``; empty if it has no key."""
 
     @property
     def is_own(self) -> bool:
@@ -89,7 +92,7 @@ class RunRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, which does not include the location."""
-        return {k: value for k, value in vars(self).items() if k not in ("folder", "place")}
+        return {k: value for k, value in vars(self).items() if k not in _LOCATION}
 
 
 class Recorded:
@@ -153,25 +156,35 @@ def record_from(data: bytes, folder: Path, place: str = "") -> RunRecord:
         raise ValueError(f"{RECORD_FILE} is not JSON") from exc
     if not isinstance(values, dict):
         raise ValueError(f"{RECORD_FILE} is not a JSON object")
+    _check_format(values)
     # Ignore unknown keys: a newer version may have written them.
-    known = {k: values[k] for k in RunRecord.__dataclass_fields__ if k in values}
-    _check_types({**_SAMPLE, **known})
-    # A copied or forged record must not be accepted as that of another job. `folder` and `place`
-    # are replaced below, so their values in the file do not matter.
-    if not is_job_id(known.get("job_id")) or known["job_id"] != folder.name:
+    known: dict[str, Any] = {
+        k: values.get(k) for k in RunRecord.__dataclass_fields__ if k not in _LOCATION
+    }
+    _check_types(known)
+    # A copied or forged record must not be accepted as that of another job.
+    if not is_job_id(known["job_id"]) or known["job_id"] != folder.name:
         raise ValueError(
-            f"its job_id is {plain_line(str(known.get('job_id')), 60)!r}, which is not the name of "
-            "its folder"
+            f"its job_id is {plain_line(known['job_id'], 60)!r}, which is not the name of its "
+            "folder"
         )
     # The bundle's name becomes part of a path, so it must not contain a separator.
-    if not _BUNDLE_NAME.fullmatch(known.get("bundle_file", BUNDLE_FILE)):
+    if not _BUNDLE_NAME.fullmatch(known["bundle_file"]):
         raise ValueError("bundle_file is not a valid bundle name")
     name = known["name"] if is_job_id(known["name"]) else safe_name(known["name"])
     return RunRecord(**{**known, "name": name, "folder": folder, "place": place})
 
 
-_SAMPLE: dict[str, Any] = {"job_id": None, "name": None, "created": None}
-"""The required keys with invalid values, so that the check fails if a key is missing."""
+def _check_format(values: Mapping[str, Any]) -> None:
+    found = values.get("format")
+    if found == RECORD_FORMAT and type(found) is int:
+        return
+    is_newer = isinstance(found, int) and found > RECORD_FORMAT
+    raise ValueError(
+        f"it is from etrain-jupyter {plain_line(str(values.get('version') or 'unknown'), 40)}, and "
+        f"version {__version__} cannot read it. Nothing was changed. "
+        + ("Upgrade etrain-jupyter" if is_newer else "Train again, or use etrain-jupyter 0.1")
+    )
 
 
 def _check_types(values: Mapping[str, Any]) -> None:
@@ -185,8 +198,10 @@ def _check_types(values: Mapping[str, Any]) -> None:
             fits = isinstance(value, dict) and all(isinstance(v, str) for v in value.values())
         elif name == "config":
             fits = isinstance(value, dict) and _is_config(value)
+        elif name == "format":
+            fits = True  # it was checked first
         else:
-            fits = isinstance(value, str) or name in ("folder", "place")
+            fits = isinstance(value, str)
         if not fits:
             raise ValueError(f"{name} has an invalid value: {plain_line(repr(value), 60)}")
 

@@ -165,9 +165,9 @@ def _check_trusted(record: RunRecord, request: ResumeRequest) -> None:
         f"job {record.job_id} in {store_of(record)} was not submitted by you on this machine"
         f"{host}, or its record was changed afterwards. Resuming it would run its stored code as "
         f"you, on pool {plain_line(record.pool, 60)}. Nothing was run, and no connection was "
-        "made. If you submitted it on another machine or with an older version, or if you trust "
-        "every user with write access to that run store, type "
-        f"%etrain resume {record.job_id} --trust. Afterwards, it counts as yours on this machine."
+        "made. If you submitted it on another machine, or if you trust every user with write "
+        f"access to that run store, type %etrain resume {record.job_id} --trust. Afterwards, it "
+        "counts as yours on this machine."
     )
 
 
@@ -336,14 +336,10 @@ def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
     later = open_bundle(new.header)
     try:
         earlier = open_bundle(b"" if old is None else old)
-        tables = earlier.code, later.code
     except BundleError as exc:
         return [Difference(key="code", old="not readable", new="this code", why=str(exc))]
-    if tables[0] is None or tables[1] is None:
-        why = "the job was submitted by a version that stored no fingerprints of the code"
-        return [Difference(key="code", old="unknown", new="this code", why=why)]
     found = []
-    for change in compare_code(tables[0], tables[1], (earlier.cells, later.cells)):
+    for change in compare_code(earlier.code, later.code, (earlier.cells, later.cells)):
         place = f" in {change.where}" if change.where else ""
         why = f"the notebook's {'data differ' if change.kind == 'data' else 'code differs'}"
         key = f"{change.kind} of {change.name}{place}"

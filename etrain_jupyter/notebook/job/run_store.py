@@ -36,7 +36,7 @@ from etrain_jupyter.notebook.job.job_record import (
     safe_name,
 )
 from etrain_jupyter.storage.ownership import sign
-from etrain_jupyter.untrusted import check_job_id, is_job_id, open_regular
+from etrain_jupyter.untrusted import check_job_id, is_job_id, open_regular, plain_line
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
@@ -73,6 +73,18 @@ class Listing:
         """Return the listing with sorted jobs and problems."""
         jobs = sorted(self.jobs, key=lambda record: (record.created, record.job_id), reverse=True)
         return Listing(jobs=jobs, problems=dict(sorted(self.problems.items())))
+
+    def refuse_damaged(self, name_or_id: str, where: str) -> None:
+        """Raise the reason if a name or id is that of a folder with an invalid record.
+
+        Raises:
+            JobNotFoundError: If it is.
+        """
+        for name, why in self.problems.items():
+            if name_or_id and name.startswith(name_or_id):
+                raise JobNotFoundError(
+                    f"{plain_line(name, 60)} in {where} cannot be opened: {why}."
+                )
 
 
 def default_root(environment: Mapping[str, str] = os.environ) -> Path:
@@ -281,7 +293,8 @@ class RunStore:
         """
         # The jobs are sorted, so the first match of a name is the newest one. If an id is also the
         # name of another job, it is treated as the id.
-        jobs = self.records()
+        listing = self.scan()
+        jobs = listing.jobs
         for matches in (
             [job for job in jobs if job.job_id == name_or_id],
             [job for job in jobs if job.name == name_or_id],
@@ -291,6 +304,8 @@ class RunStore:
         begun = [job for job in jobs if name_or_id and job.job_id.startswith(name_or_id)]
         if len(begun) == 1:
             return begun[0]
+        if not begun:
+            listing.refuse_damaged(name_or_id, str(self))
         raise JobNotFoundError(_not_found(name_or_id, jobs, begun, str(self)))
 
     def latest(self) -> RunRecord:

@@ -170,9 +170,8 @@ def _best_evals_in(store: CheckpointStore, manifest: Manifest | None) -> dict[in
 
 def _read_best_evals(state_file: Path) -> dict[int, float]:
     try:
-        # "judge" is the best tracker's key in the file format.
         state = json.loads(state_file.read_text())
-        best = (state["extras"].get("judge") or NOTHING)["best"]
+        best = (state["extras"].get("evaluations") or NOTHING)["best"]
         return {operator.index(step): float(value) for step, value in best}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
         raise CheckpointError(f"{STATE_PART} is invalid ({exc})") from exc

@@ -23,7 +23,7 @@ from etrain_jupyter.notebook.study.records import (
     create_record,
     find_record,
     rewrite_record,
-    study_records,
+    scan_studies,
 )
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.pools.own_clusters import note_scheduler
@@ -143,4 +143,4 @@ def attach_study(name_or_id: str | None = None, *, store: RunStore | None = None
 
 def studies() -> list[Study]:
     """Return every study of the run store, newest first."""
-    return [Study(r, link_of(r), _resume_study) for r in study_records(open_runs())]
+    return [Study(r, link_of(r), _resume_study) for r in scan_studies(open_runs()).jobs]

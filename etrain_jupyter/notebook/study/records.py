@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.bundle.capture import Bundle
@@ -18,7 +17,13 @@ from etrain_jupyter.notebook.job.job_record import (
     RunRecord,
     record_from,
 )
-from etrain_jupyter.notebook.job.run_store import RunStore, json_of, new_job_id, replace_file
+from etrain_jupyter.notebook.job.run_store import (
+    Listing,
+    RunStore,
+    json_of,
+    new_job_id,
+    replace_file,
+)
 from etrain_jupyter.storage.ownership import sign
 from etrain_jupyter.storage.study_folder import STUDY_FILE
 from etrain_jupyter.untrusted import read_regular
@@ -62,18 +67,16 @@ def rewrite_record(record: RunRecord) -> RunRecord:
     return record
 
 
-def study_records(store: RunStore) -> list[RunRecord]:
-    """Return the studies of a run store, newest first."""
-    found = list(_valid_records(store.root))
-    return sorted(found, key=lambda record: (record.created, record.job_id), reverse=True)
-
-
-def _valid_records(root: Path) -> Iterator[RunRecord]:
-    for path in root.glob(f"[!.]*/{STUDY_FILE}"):
+def scan_studies(store: RunStore) -> Listing:
+    """Return the studies of a run store, newest first, and the folders with an invalid record."""
+    found = Listing()
+    for path in store.root.glob(f"[!.]*/{STUDY_FILE}"):
         try:
-            yield record_from(read_regular(path, most_bytes=MAX_RECORD_BYTES), path.parent)
-        except (OSError, ValueError):
-            continue  # nothing that this package has written
+            data = read_regular(path, most_bytes=MAX_RECORD_BYTES)
+            found.jobs.append(record_from(data, path.parent))
+        except (OSError, ValueError) as exc:
+            found.problems[path.parent.name] = str(exc)
+    return found.sorted()
 
 
 def find_record(store: RunStore, name_or_id: str | None) -> RunRecord:
@@ -82,7 +85,8 @@ def find_record(store: RunStore, name_or_id: str | None) -> RunRecord:
     Raises:
         JobNotFoundError: If no study matches.
     """
-    records = study_records(store)
+    listing = scan_studies(store)
+    records = listing.jobs
     if name_or_id is None:
         if records:
             return records[0]
@@ -93,5 +97,6 @@ def find_record(store: RunStore, name_or_id: str | None) -> RunRecord:
     begun = [record for record in records if name_or_id and record.job_id.startswith(name_or_id)]
     if len(begun) == 1:
         return begun[0]
+    listing.refuse_damaged(name_or_id, str(store))
     known = ", ".join(record.job_id for record in records[:5]) or "none"
     raise JobNotFoundError(f"no study {name_or_id!r} in {store}; there are: {known}")

@@ -65,8 +65,8 @@ class StepPoint:
     batch: float
     """Samples per worker and step."""
     step_s: float
-    exposed_s: float | None = None
-    """Part of ``step_s``: communication that no backward pass hides; None if unknown."""
+    exposed_s: float
+    """Part of ``step_s``: communication that no backward pass hides."""
     spread: float = 0.0
     """Half the distance between the quartiles of the durations, relative to ``step_s``."""
 
@@ -80,15 +80,14 @@ def step_point(
         workers: Number of workers.
         samples: Samples per step, of all workers.
         durations: Durations of the steps, in seconds; at least one.
-        exposed: ``exposed_s`` of the steps; empty if it is unknown.
+        exposed: ``exposed_s`` of the steps, in the same order.
     """
     low, median, high = np.quantile(np.asarray([*durations]), (0.25, 0.5, 0.75)).tolist()
-    known = [*exposed]
     return StepPoint(
         workers=workers,
         batch=samples / workers,
         step_s=median,
-        exposed_s=float(np.median(known)) if known else None,
+        exposed_s=float(np.median([*exposed])),
         spread=(high - low) / 2 / median,
     )
 
@@ -261,14 +260,13 @@ def fit_step_times(
             # than the steps themselves.
             noise = math.hypot(NOISE, point.spread)
             found.append(math.log((compute + exposed) / point.step_s) / noise)
-            if point.exposed_s is not None:
-                measured = point.step_s - point.exposed_s
-                # Half the weight: an exchange that a backward pass hides also slows it. A small
-                # difference of two measured durations is noise.
-                if measured > MIN_COMPUTE_SHARE * point.step_s:
-                    found.append(0.5 * math.log(compute / measured) / noise)
-                if point.workers > 1:
-                    found.append(0.5 * (exposed - point.exposed_s) / point.step_s / noise)
+            measured = point.step_s - point.exposed_s
+            # Half the weight: an exchange that a backward pass hides also slows it. A small
+            # difference of two measured durations is noise.
+            if measured > MIN_COMPUTE_SHARE * point.step_s:
+                found.append(0.5 * math.log(compute / measured) / noise)
+            if point.workers > 1:
+                found.append(0.5 * (exposed - point.exposed_s) / point.step_s / noise)
         return np.array([*found, *((values - prior) / deviations)])
 
     values = _minimize(residuals, prior)

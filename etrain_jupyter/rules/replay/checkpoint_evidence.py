@@ -42,8 +42,8 @@ class Evidence:
 
         Args:
             event: The event.
-            at: Its time by the clock of ``review``. None for an event from an old log: its wall
-                time is used, and ``shift`` converts all times afterwards.
+            at: Its time by the clock of ``review``. None for an event that was read from the log:
+                its wall time is used, and ``shift`` converts all times afterwards.
         """
         at = event.time if at is None else at
         match event:

@@ -142,7 +142,7 @@ class SpeedEvidence:
 
     def _exchange(self, plan: t.JobPlanned) -> Exchange:
         return exchange_of(
-            num_parameters=plan.trained_parameters,
+            num_parameters=plan.num_trained_parameters,
             compression=str(self._config.get("compression") or "none"),
             passes=passes_of(self._config),
         )
@@ -157,7 +157,7 @@ class SpeedEvidence:
 
     def _needed_rate(self, plan: t.JobPlanned, remaining_s: float | None) -> float:
         epoch, done = self._done
-        left = plan.job_samples - epoch * plan.num_train_samples - done
+        left = plan.total_samples - epoch * plan.num_train_samples - done
         if remaining_s is None or left <= 0:
             return 0.0
         return left / max(remaining_s, 1.0)

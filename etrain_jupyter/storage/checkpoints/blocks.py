@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.storage.checkpoints.base import CheckpointStore
-from etrain_jupyter.storage.checkpoints.manifest import BLOCK_BYTES, Part
+from etrain_jupyter.storage.checkpoints.manifest import Part
 
 NUM_THREADS = 4
 """Blocks that one process reads at the same time: each is in memory."""
@@ -25,22 +24,12 @@ class Overlap(NamedTuple):
 
 
 class PartBlocks:
-    """The blocks of one part.
-
-    A large part from an older version has no digests of blocks. It is verified as a whole in a
-    local file, of which this object then reads pieces.
-
-    Raises:
-        CheckpointError: If such a part is missing or corrupt.
-    """
+    """The blocks of one part."""
 
     def __init__(self, store: CheckpointStore, part: Part) -> None:
         self.part = part
         self._store = store
-        self._file = None
         self._block_bytes = part.block_bytes or max(1, part.size)
-        if self._block_bytes > BLOCK_BYTES and not part.blocks:
-            self._file, self._block_bytes = store.get_part(part), BLOCK_BYTES
 
     def find(self, first: int, stop: int) -> Iterator[tuple[int, Overlap]]:
         """Yield the number of each block that has bytes of a range, and which bytes.
@@ -61,14 +50,7 @@ class PartBlocks:
         Raises:
             CheckpointError: If it is missing or corrupt.
         """
-        if self._file is None:
-            return self._store.read_block(self.part, number)
-        try:
-            with self._file.open("rb") as file:
-                file.seek(number * self._block_bytes)
-                return file.read(self._block_bytes)
-        except OSError as exc:
-            raise CheckpointError(f"{self.part.key} cannot be read ({exc.strerror})") from exc
+        return self._store.read_block(self.part, number)
 
 
 def read_blocks(

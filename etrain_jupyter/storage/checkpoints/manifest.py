@@ -23,7 +23,7 @@ from etrain_jupyter.wire.codec import decode_fields
 
 PARTS_FOLDER = "checkpoints"
 MANIFESTS_FOLDER = "manifests"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_BYTES = 1 << 60
 """Maximum size of a part in a manifest, which another user may have written."""
 BLOCK_BYTES = 16 << 20
@@ -47,7 +47,7 @@ class Part:
     """Size of each block but the last; 0 if the part is one block."""
     blocks: tuple[str, ...] = ()
     """SHA-256 of each block, to verify a range without reading the rest. Empty if the part is one
-    block, and in checkpoints from older versions."""
+    block."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.size < MAX_BYTES:
@@ -69,15 +69,9 @@ class Part:
         first = number * self.block_bytes
         return first, min(first + self.block_bytes, self.size)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return this part as JSON; ``from_json`` restores it."""
-        values = asdict(self)
-        # Older versions refuse unknown keys.
-        return values if self.blocks else {k: values[k] for k in ("key", "sha256", "size")}
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Part:
-        """Return the part that ``to_json`` has packed.
+        """Return the part whose fields ``values`` are.
 
         Raises:
             ValueError: If a value is missing, unknown or invalid, or if the blocks do not cover the
@@ -110,8 +104,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the JSON text; it contains a digest of the rest, to detect corruption."""
-        parts = {name: part.to_json() for name, part in self.parts.items()}
-        body = {"version": FORMAT_VERSION} | asdict(self) | {"parts": parts}
+        body = {"version": FORMAT_VERSION} | asdict(self)
         return json.dumps(body | {"digest": _digest_of(body)}, indent=1) + "\n"
 
 

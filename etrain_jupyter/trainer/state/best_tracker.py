@@ -38,8 +38,7 @@ class BestTracker:
     @property
     def extras(self) -> Mapping[str, Stateful]:
         """Return the stateful components to checkpoint: this tracker, if it is in use."""
-        # "judge" is this component's name in the checkpoint format.
-        return {"judge": self} if self._best_config or self._stop_config else {}
+        return {"evaluations": self} if self._best_config or self._stop_config else {}
 
     def check(self, names: Collection[str]) -> None:
         """Check that the configured metrics are evaluated.
@@ -104,7 +103,7 @@ class BestTracker:
         return {
             "best": [list(known) for known in self.best],
             "trend": asdict(self._trend),
-            "asked": self._metrics_in_use,
+            "metrics": self._metrics_in_use,
         }
 
     @property
@@ -119,8 +118,7 @@ class BestTracker:
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Adopt another trainer's evaluations where the metrics are the same."""
-        # Older checkpoints lack this entry: assume that the metrics are the same.
-        theirs = state_dict.get("asked", self._metrics_in_use)
+        theirs = state_dict["metrics"]
         if theirs["best"] == self._metrics_in_use["best"]:
             self.best = tuple(EvaluationRecord(*known) for known in state_dict["best"])
         if theirs["trend"] == self._metrics_in_use["trend"]:

@@ -222,9 +222,6 @@ def put_state(
     Raises:
         StateError: If the state does not fit the model, the optimizer or the extras.
     """
-    # Checkpoints in the first format are still supported.
-    if "param_groups" in header:
-        header = _of_first_format(header, tensors)
     _put_model(model, header["modules"], tensors)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     # Step counters of most optimizers must stay in host memory, whatever the model's device is.
@@ -287,25 +284,6 @@ def _put_optimizer(optimizer: torch.optim.Optimizer, packed: dict[str, Any], fin
         own.update({**theirs, "params": params})
     owned = defaultdict(dict, {owners.get(key, key): values for key, values in state.items()})
     optimizer.__setstate__({"state": owned, "param_groups": mine})
-
-
-def _of_first_format(header: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    # The first format named tensors optimizer.INDEX.NAME and kept other values in "scalars".
-    state: dict[int, dict[str, Any]] = {}
-    for key in tensors:
-        if key.startswith(OPTIMIZER):
-            index, name = key.removeprefix(OPTIMIZER).split(".", 1)
-            state.setdefault(int(index), {})[name] = {"$tensor": key}
-    for index, values in header["scalars"].items():
-        state.setdefault(int(index), {}).update(values)
-    groups = header["param_groups"]
-    follows = any(g.get("capturable") or g.get("fused") for g in groups)
-    return {
-        "modules": {},
-        "optimizer": {"state": list(state.items()), "param_groups": groups},
-        "extras": {},
-        "host": [name for name in tensors if _is_counter(name) and not follows],
-    }
 
 
 # --- digests ---

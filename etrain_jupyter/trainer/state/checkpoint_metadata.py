@@ -78,9 +78,7 @@ def put_checkpoint(
     # its options             warning: its state is loaded, then the cell's options are put back
     # an extra is gone        warning: its state is ignored
     # an extra is new         it starts from scratch
-    #
-    # A checkpoint from an older version has no "about": assume that the job is unchanged.
-    metadata = header.get("about") or {}
+    metadata = header["about"]
     header = _without_lost_parts(workload, header, warn)
     optimizer = workload.optimizer
     rates = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -104,10 +102,9 @@ def put_checkpoint(
     average = workload.extras.get(AVERAGE)
     if isinstance(average, WeightAverage) and AVERAGE not in header["extras"]:
         average.restart()  # from the restored weights, not from the initial ones
-    asked = (metadata.get("config") or {}).get("optimizer")
-    if not is_same_kind or config is None or asked is None:
+    if not is_same_kind or config is None:
         return
-    if asked != config.optimizer.model_dump(mode="json"):
+    if metadata["config"]["optimizer"] != config.optimizer.model_dump(mode="json"):
         warn("the optimizer's options have changed: training uses the cell's options")
         # The state was loaded with its old options, so restore the cell's options.
         for group, own in zip(optimizer.param_groups, rates, strict=True):
@@ -116,12 +113,11 @@ def put_checkpoint(
 
 def is_of_optimizer(header: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a checkpoint's optimizer state is of this class of optimizers."""
-    kind = _kind_of(optimizer)
-    return bool((header.get("about") or {}).get("optimizer", kind) == kind)
+    return bool(header["about"]["optimizer"] == _kind_of(optimizer))
 
 
 def _without_lost_parts(workload: Workload, header: dict[str, Any], warn: Warn) -> dict[str, Any]:
-    extras = header.get("extras", {})
+    extras = header["extras"]
     removed = sorted(set(extras) - set(workload.extras))
     for name in removed:
         warn(f"the checkpoint's state of '{name}' is ignored: this job no longer uses it")

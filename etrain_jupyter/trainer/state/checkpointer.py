@@ -441,7 +441,7 @@ class Checkpointer:
             names = []
         return {
             "step": found.manifest.step,
-            "parts": {name: parts[name].to_json() for name in names},
+            "parts": {name: vars(parts[name]) for name in names},
         }
 
     def _log_read(self, report: ReadReport, parts: Mapping[str, Part]) -> None:

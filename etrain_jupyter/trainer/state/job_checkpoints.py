@@ -152,7 +152,7 @@ class JobCheckpoints:
             #     log                    ... 97  98
             #     checkpoint of 100      records 1 ... 100: steps 99 and 100 are logged from it
             #     checkpoint of 300      records 201 ... 300: steps 99 to 200 are unknown, skipped
-            records = header_of(files).get("records", [])
+            records = header_of(files)["records"]
             known = {record["step"] for record in records if "eval" not in record}
             missing = set(range(logged_step + 1, manifest.step + 1)) - known
             if missing:

@@ -62,7 +62,7 @@ def restore(
     put_checkpoint(state.workload, header, tensors, config=config, warn=warn)
     # Set the counters last, so that a checkpoint that does not fit leaves them unchanged.
     state.set_counters(header["counters"])
-    records: list[dict[str, Any]] = header.get("records", [])
+    records: list[dict[str, Any]] = header["records"]
     return records
 
 
@@ -71,11 +71,6 @@ def _load_optimizer(
 ) -> dict[str, Any]:
     """Add the optimizer's tensors, unless its state is divided; return the header that fits."""
     if workload.shards is not None:
-        if "optimizer" not in header:
-            raise CheckpointError(
-                "it is from an older version, which shard: optimizer cannot read. "
-                "Resume with shard: none first"
-            )
         return header | {"optimizer": {**header["optimizer"], "state": []}}
     found: Tensors = {}
     for name in optimizer_parts(files):

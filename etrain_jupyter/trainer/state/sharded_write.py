@@ -159,7 +159,7 @@ class ShardedWrite:
             # Without this report, rank 0 would wait until its timeout.
             self._publish(f"{_topic(step)}/{name}", {"error": str(exc)})
         else:
-            self._publish(f"{_topic(step)}/{name}", {"part": part.to_json()})
+            self._publish(f"{_topic(step)}/{name}", {"part": vars(part)})
         self.forget(step)
 
     def _publish(self, key: str, values: dict[str, object]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from benchmarks import plan
 from etrain_jupyter.plugins.planner.planning.measured import read_measured
 from etrain_jupyter.process.processes import num_usable_cores
@@ -22,7 +24,7 @@ def test_errors_are_those_of_the_points_that_are_not_fitted() -> None:
             )
     # One unseen point takes twice as long as the model says.
     slow = points[3, 8]
-    points[3, 8] = StepPoint(workers=3, batch=8, step_s=2 * slow.step_s)
+    points[3, 8] = dataclasses.replace(slow, step_s=2 * slow.step_s)
     measured = read_measured(measured_job(true, [(1, 8)], per_worker=True))
 
     errors = plan.errors_of(measured, points, plan.FITTED["4 points"], cores)

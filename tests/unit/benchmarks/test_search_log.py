@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.search_log import moves_of, utilization_of
 from etrain_jupyter.log import events as e
+from tests.unit.log.spent import NOTHING_ELSE, PLAIN_STEP
 
 
 def joined(at: float, worker: str) -> e.Event:
@@ -21,7 +22,7 @@ def warmed(at: float, worker: str) -> e.Event:
 def formed(at: float, generation: int, *workers: str) -> e.Event:
     return e.GenerationFormed(
         job_id="t", time=at, generation=generation, why="join", world_size=len(workers),
-        ranks=list(workers),
+        ranks=list(workers), backend="gloo",
     )  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def stepped(at: float, generation: int) -> e.Event:
         "step": 1, "epoch": 0, "first": 0, "samples": 1, "sample_checksum": 0, "loss": 1.0,
         "lr": 0.1, "world_size": 1, "samples_per_s": 1.0,
     }  # fmt: skip
-    return e.StepCompleted(job_id="t", time=at, generation=generation, **values)
+    return e.StepCompleted(job_id="t", time=at, generation=generation, **values, **PLAIN_STEP)
 
 
 def decided(at: float) -> e.Event:
@@ -74,7 +75,7 @@ def test_utilization_counts_every_rank_from_the_first_step_to_the_last() -> None
         return e.RankTimed(
             job_id="t", time=at, worker=f"w{rank}", rank=rank, world_size=2, step=1, num_steps=1,
             samples=1, elapsed_s=elapsed_s, data_s=0.0, compute_s=elapsed_s, communication_s=0.0,
-            optimizer_s=0.0,
+            optimizer_s=0.0, **NOTHING_ELSE,
         )  # fmt: skip
 
     one = [

@@ -27,6 +27,7 @@ from etrain_jupyter.log.events import (
     WorkerJoined,
     WorkerWarmed,
 )
+from tests.unit.log.spent import PLAIN_STEP
 
 RATES = quantized_rates(16, 2)
 LINEAR = (0.0, 1.0, 2.0, 3.0, 4.0)
@@ -85,7 +86,8 @@ def generation(number: int, formed_at: float, ranks: list[str], *steps: float) -
     values: dict[str, Any] = dict(epoch=0, first=0, samples=1, sample_checksum=0, loss=0.0, lr=0.1)
     return [
         GenerationFormed(
-            job_id="j", time=formed_at, generation=number, why="x", world_size=world, ranks=ranks
+            job_id="j", time=formed_at, generation=number, why="x", world_size=world, ranks=ranks,
+            backend="gloo",
         ),
         GenerationReady(
             job_id="j", time=formed_at + 0.5, generation=number, world_size=world,
@@ -94,7 +96,7 @@ def generation(number: int, formed_at: float, ranks: list[str], *steps: float) -
         *(
             StepCompleted(
                 job_id="j", time=at, generation=number, step=int(10 * at), world_size=world,
-                samples_per_s=1.0, **values,
+                samples_per_s=1.0, **values, **PLAIN_STEP,
             )
             for at in steps
         ),

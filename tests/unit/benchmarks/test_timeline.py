@@ -14,6 +14,7 @@ from etrain_jupyter.log.events import (
     StepCompleted,
     WorkerLost,
 )
+from tests.unit.log.spent import PLAIN_STEP
 
 
 def step(number: int, at: float, generation: int) -> StepCompleted:
@@ -26,12 +27,19 @@ def step(number: int, at: float, generation: int) -> StepCompleted:
         world_size=2,
         samples_per_s=1.0,
         **values,
+        **PLAIN_STEP,
     )
 
 
 def formed(generation: int, at: float, why: str, world_size: int) -> GenerationFormed:
     return GenerationFormed(
-        job_id="j", time=at, generation=generation, why=why, world_size=world_size, ranks=[]
+        job_id="j",
+        time=at,
+        generation=generation,
+        why=why,
+        world_size=world_size,
+        ranks=[],
+        backend="gloo",
     )
 
 

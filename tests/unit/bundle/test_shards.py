@@ -27,8 +27,6 @@ def changes(one: Shards, other: Shards) -> list[str]:
         open_bundle(capture_bundle({"data.train": "corpus"}, {"corpus": data}).header)
         for data in (one, other)
     )
-    assert old.code is not None
-    assert new.code is not None
     return [c.kind for c in compare_code(old.code, new.code, (old.cells, new.cells))]
 
 

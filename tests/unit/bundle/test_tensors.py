@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from etrain_jupyter.bundle import capture, payload
 from etrain_jupyter.bundle.capture import Bundle, capture_bundle
-from etrain_jupyter.bundle.restore import HEADER, OpenBundle, open_bundle
+from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
 from etrain_jupyter.errors import BundleError
 
 
@@ -197,15 +195,6 @@ def test_large_pickles_are_kept_in_a_file(monkeypatch: pytest.MonkeyPatch) -> No
     assert open_bundle(bundle.data).evaluate("words") == words
 
 
-def test_bundle_of_format_1_opens(tmp_path: Path) -> None:
-    x = torch.randn(10)
-    header = json.loads(captured(x=x).header[HEADER.size :])
-    del header["table"]
-    text = json.dumps(header | {"format": 1}).encode()
-    (tmp_path / "bundle").write_bytes(HEADER.pack(len(text)) + text + pickle.dumps(x, protocol=5))
-    assert torch.equal(open_bundle(tmp_path / "bundle").evaluate("x"), x)
-
-
 def test_corrupt_file_is_rejected_before_any_of_its_code_runs(tmp_path: Path) -> None:
     bundle = captured(x=torch.randn(1000))
     data = bytearray(bundle.data)
@@ -230,29 +219,6 @@ def test_error_for_a_too_large_bundle_names_the_largest_objects(
     )
     with pytest.raises(BundleError, match="The largest: 'text' 5 MB"):
         captured(text=["x" * (1 << 20) + str(n) for n in range(9)])
-
-
-def test_digest_of_data_equals_that_of_older_bundles() -> None:
-    """Resuming a job of an older version must not report changed data."""
-
-    def digest_of(value: Any) -> str:
-        header = json.loads(capture_bundle({"data.train": "d"}, {"d": value}).header[HEADER.size :])
-        return str(header["code"]["data"]["d"])
-
-    x = torch.arange(6.0).reshape(2, 3)
-    text = f"torch.float32 (2, 3) {hashlib.sha256(x.numpy().tobytes()).hexdigest()}"
-    import cloudpickle
-
-    class Once:
-        def __reduce__(self) -> Any:
-            return str, (text,)
-
-    assert digest_of(x) == hashlib.sha256(cloudpickle.dumps(Once(), protocol=5)).hexdigest()
-    rows = np.arange(100_000.0)
-    assert digest_of(rows) == hashlib.sha256(cloudpickle.dumps(rows, protocol=5)).hexdigest()
-    assert digest_of(torch.ones(3, dtype=torch.bfloat16)) != digest_of(
-        torch.zeros(3, dtype=torch.bfloat16)
-    )
 
 
 # --- any views of a few storages ---

@@ -218,23 +218,6 @@ def test_other_arguments_do_not_continue_an_interrupted_write(
         write(Rows(), tmp_path / "set", seed=2)
 
 
-def test_unfinished_write_of_an_earlier_version_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spill, "FLUSH_BYTES", 800)
-    monkeypatch.setattr("etrain_jupyter.data.rows._CHUNK_ROWS", 20)
-    with pytest.raises(KeyboardInterrupt):
-        write(Rows(fail_at=200), tmp_path / "set")
-    state = tmp_path / "set" / ".writing" / "state.json"
-    content = json.loads(state.read_text())
-    for name in ("weights", "ranges", "num_blocks"):
-        del content[name]
-    state.write_text(json.dumps(content))
-
-    with pytest.raises(ShardError, match="unfinished write of an earlier version"):
-        write(Rows(), tmp_path / "set")
-
-
 def other_rows(num_rows: int = NUM_ROWS) -> list[dict[str, Any]]:
     return [{"id": number, "text": f"changed {number}"} for number in range(num_rows)]
 

@@ -120,7 +120,8 @@ def logged_job(
         t.JobPlanned(
             **common, num_train_samples=num_train_samples, num_eval_samples=10,
             global_batch_size=batch, steps_per_epoch=max(1, num_train_samples // batch),
-            total_steps=num_steps, num_parameters=1000,
+            total_steps=num_steps, num_parameters=1000, num_trained_parameters=1000,
+            total_samples=num_steps * batch,
         ),
     ]  # fmt: skip
     job = LoggedJob(job_id, name)

@@ -52,13 +52,6 @@ def test_throughput_excludes_loading_and_time_between_steps() -> None:
     assert row["steps_per_s"] == pytest.approx(2.0)
 
 
-def test_log_without_phases_is_noted() -> None:
-    comparison = compare_jobs([logged_job("a", phases={}), logged_job("b")])
-
-    assert comparison.rows[0]["samples_per_s"] == pytest.approx(100.0)
-    assert any(note.startswith("The steps of a have no loading times") for note in comparison.notes)
-
-
 def test_workers_are_weighted_by_the_time_of_their_steps() -> None:
     job = logged_job("a", num_steps=0)
     joined(

@@ -21,6 +21,7 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from tests.unit.insight.logged_jobs import logged_job
+from tests.unit.log.spent import PLAIN_STEP
 from tests.unit.notebook.job.fakes import new_job, status
 
 matplotlib = pytest.importorskip("matplotlib", reason="platform: matplotlib is not installed")
@@ -42,12 +43,19 @@ def step(number: int, world_size: int = 2) -> Event:
         lr=0.1,
         world_size=world_size,
         samples_per_s=80.0,
+        **PLAIN_STEP,
     )
 
 
 def formed(number: int) -> Event:
     return GenerationFormed(
-        **JOB, generation=2, why="lost", world_size=2, ranks=["w1", "w2"], step=number
+        **JOB,
+        generation=2,
+        why="lost",
+        world_size=2,
+        ranks=["w1", "w2"],
+        step=number,
+        backend="gloo",
     )
 
 

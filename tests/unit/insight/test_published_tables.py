@@ -88,7 +88,7 @@ def job_at(
         t.JobPlanned(
             **common, num_train_samples=samples, num_eval_samples=0, global_batch_size=batch,
             steps_per_epoch=samples // batch, total_steps=samples // batch,
-            num_parameters=11_700_000, total_samples=samples,
+            num_parameters=11_700_000, total_samples=samples, num_trained_parameters=11_700_000,
         ),
     ]  # fmt: skip
     job.log.extend([event.with_seq(seq) for seq, event in enumerate(beginning, 1)])
@@ -96,7 +96,7 @@ def job_at(
     for generation, (workers, rate) in enumerate(rates, 1):
         formed = t.GenerationFormed(
             job_id=job.id, time=now, generation=generation, why="start", world_size=workers,
-            ranks=[f"w{number}" for number in range(workers)], step=0,
+            ranks=[f"w{number}" for number in range(workers)], step=0, backend="gloo",
         )  # fmt: skip
         job.log.extend([formed.with_seq(len(job.log) + 1)])
         phases = {"generation": generation, "compute_s": batch / rate}

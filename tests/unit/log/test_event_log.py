@@ -18,17 +18,21 @@ from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.log import event_log as log_module
 from etrain_jupyter.log.event_log import EventLog, LogReader, read_events
 from etrain_jupyter.log.events import (
+    LOG_FORMAT,
     Event,
     ExhibitFormat,
     JobPlanned,
     JobStatus,
     JobStatusChanged,
+    JobSubmitted,
+    LeaveReason,
     LogLine,
     StepCompleted,
     UnknownEvent,
     WarmUpPhase,
     event_from_dict,
 )
+from tests.unit.log.spent import PLAIN_STEP
 
 # Lone surrogates cannot be written as UTF-8; everything else may stand in a traceback.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -42,6 +46,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     JobStatus: TEXT,  # a newer version may have others
     ExhibitFormat: TEXT,
     WarmUpPhase: TEXT,
+    LeaveReason: TEXT,
     int: st.integers(1, 2**60),
     bool: st.booleans(),
     float: st.floats(allow_nan=False),
@@ -57,7 +62,10 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
 def events_of(kind: type[Event]) -> st.SearchStrategy[Event]:
     hints = typing.get_type_hints(kind)
     hints.pop("kinds")
-    return st.builds(kind, **{name: VALUES[hint] for name, hint in hints.items()})
+    values = {name: VALUES[hint] for name, hint in hints.items()}
+    if kind is JobSubmitted:
+        values["format"] = st.just(LOG_FORMAT)
+    return st.builds(kind, **values)
 
 
 def line(text: str) -> LogLine:
@@ -82,26 +90,13 @@ def test_every_kind_of_event_survives_a_round_trip(kind: str, data: st.DataObjec
     assert event_from_dict(json.loads(text)) == event
 
 
-def test_step_of_an_older_log_counts_as_agreed_by_all_ranks() -> None:
-    old = {
-        "event": "StepCompleted",
-        "job_id": "job",
-        "time": 1.0,
-        "seq": 7,
-        **{"step": 1, "epoch": 0, "first": 0, "samples": 32, "sample_checksum": 7},
-        **{"loss": 0.5, "lr": 0.1, "world_size": 2, "samples_per_s": 64.0, "metrics": {}},
-    }
-    read = event_from_dict(old)
-    assert isinstance(read, StepCompleted)
-    assert read.ranks_agree
-
-
 PLANNED = {
     "event": "JobPlanned",
     "job_id": "job",
     "time": 1.0,
     **{"num_train_samples": 10, "num_eval_samples": 0, "global_batch_size": 5},
-    **{"steps_per_epoch": 2, "total_steps": 2},
+    **{"steps_per_epoch": 2, "total_steps": 2, "total_samples": 10},
+    **{"num_parameters": 10, "num_trained_parameters": 10},
 }
 SIZED = {
     **{"event": "WorkersSized", "job_id": "job", "time": 1, "workers": 1, "offered": 1},
@@ -133,6 +128,24 @@ def test_numbers_that_no_job_has_are_refused(values: dict[str, Any]) -> None:
         event_from_dict(values)
 
 
+@pytest.mark.parametrize("format", [{}, {"format": LOG_FORMAT + 1}])
+def test_log_in_another_format_is_refused_and_not_changed(
+    path: Path, format: dict[str, int]
+) -> None:
+    first = JobSubmitted(job_id="job", time=1.0, name="net", min_workers=1, max_workers=1, seq=1)
+    values = {k: v for k, v in first.to_json_dict().items() if k != "format"} | format
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values) + "\n")
+    before = path.read_bytes()
+
+    with pytest.raises(EtrainError, match=r"log of job job has format .* Nothing was changed"):
+        read_events(path)
+    with pytest.raises(EtrainError, match=r"Nothing was written"):
+        EventLog(path)
+
+    assert path.read_bytes() == before
+
+
 def test_steps_of_many_epochs_need_no_memory() -> None:
     planned = event_from_dict(PLANNED | {"total_samples": 4 * 10**15, "per_worker_batch_size": 10})
     assert isinstance(planned, JobPlanned)
@@ -152,6 +165,7 @@ def step_of(*, samples: int, world_size: int) -> StepCompleted:
         lr=0.1,
         world_size=world_size,
         samples_per_s=1.0,
+        **PLAIN_STEP,
     )
 
 
@@ -169,6 +183,7 @@ def test_non_finite_floats_survive_a_round_trip(path: Path) -> None:
         world_size=1,
         samples_per_s=-math.inf,
         metrics={"perplexity": math.inf},
+        **PLAIN_STEP,
     )
     EventLog(path).append([step])
     (read,) = read_events(path)
@@ -402,7 +417,9 @@ def test_two_hundred_thousand_steps_replay_in_seconds(path: Path) -> None:
         '{"event":"StepCompleted","job_id":"digits-1a2b3c4d","time":1763712000.123456,'
         '"generation":3,"seq":%d,"step":%d,"epoch":0,"first":0,"samples":32,'
         '"sample_checksum":68719476736,"loss":0.123456789,"lr":0.001,"world_size":4,'
-        '"samples_per_s":1234.5678,"metrics":{"accuracy":0.9876}}\n'
+        '"samples_per_s":1234.5678,"metrics":{"accuracy":0.9876},"ranks_agree":true,'
+        '"skipped":false,"data_s":0.001,"compute_s":0.02,"communication_s":0.01,'
+        '"optimizer_s":0.002}\n'
     )
     path.parent.mkdir()
     with path.open("w") as file:
@@ -422,6 +439,7 @@ def test_text_that_utf8_cannot_encode_is_escaped(path: Path) -> None:
         **{"job_id": "job", "time": 1.0, "step": 1, "epoch": 0, "first": 0, "samples": 1},
         **{"sample_checksum": 1, "loss": 1.0, "lr": 0.1, "world_size": 1, "samples_per_s": 1.0},
         metrics={"caf\udce9": 0.5},
+        **PLAIN_STEP,
     )
     kept = log.append([line("bad file caf\udce9"), step])
     log.close()

@@ -8,6 +8,7 @@ from etrain_jupyter.log.blocks import FORGOTTEN, Events, runs_of
 from etrain_jupyter.log.events import Event, LogLine, StepCompleted
 from etrain_jupyter.notebook.job import feed as feed_module
 from etrain_jupyter.notebook.job.feed import EventFeed
+from tests.unit.log.spent import PLAIN_STEP
 
 
 def printed(seq: int) -> Event:
@@ -20,6 +21,7 @@ def step(seq: int) -> Event:
         **{"job_id": "j", "time": float(seq), "seq": seq, "step": seq, "epoch": 0, "first": 0},
         **{"samples": 1, "sample_checksum": 1, "loss": 1.0, "lr": 0.1, "world_size": 1},
         samples_per_s=1.0,
+        **PLAIN_STEP,
     )
 
 

@@ -14,6 +14,7 @@ from etrain_jupyter.log.blocks import Events, pack
 from etrain_jupyter.log.job_record import NOT_BEGUN, JobRecord
 from etrain_jupyter.log.type_work import TypeWork
 from etrain_jupyter.notebook.job.history import LatestValues
+from tests.unit.log.spent import NOTHING_ELSE, PLAIN_STEP
 from tests.unit.rules.simulated.job import Job
 from tests.unit.rules.simulated.schedule import Schedule
 
@@ -32,7 +33,7 @@ def test_duration_continues_if_the_clock_is_set_back() -> None:
     step = {"epoch": 0, "first": 0, "samples": 1, "sample_checksum": 0, "loss": 1.0, "lr": 0.1}
     for number, time in enumerate((1010.0, 1020.0, 1019.0, -2580.0, -2570.0), start=1):
         event = t.StepCompleted(
-            **common, **step, time=time, step=number, world_size=1, samples_per_s=1.0
+            **common, **step, time=time, step=number, world_size=1, samples_per_s=1.0, **PLAIN_STEP
         )
         record.apply(event)
         # The clock of the scheduler's machine differs by more than a minute.
@@ -108,6 +109,7 @@ def timed(
     return t.RankTimed(
         **common, worker=worker, rank=0, world_size=1, step=1, num_steps=1, samples=samples,
         elapsed_s=elapsed_s, communication_s=waits_s, data_s=0.0, compute_s=0.0, optimizer_s=0.0,
+        **NOTHING_ELSE,
     )  # fmt: skip
 
 
@@ -193,6 +195,7 @@ def formed(generation: int, step: int) -> t.Event:
         world_size=1,
         ranks=ranks,
         step=step,
+        backend="gloo",
     )
 
 
@@ -209,6 +212,7 @@ def committed(step: int, generation: int = 1) -> t.Event:
         lr=0.1,
         world_size=1,
         samples_per_s=8.0,
+        **PLAIN_STEP,
     )
 
 

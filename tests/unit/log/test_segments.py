@@ -36,6 +36,7 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.log.segments import compact, read_log, segments_of
 from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.job.history import LatestValues
+from tests.unit.log.spent import PLAIN_STEP
 
 FEW = 10
 """Events a segment in these tests."""
@@ -61,7 +62,7 @@ def step(number: int, **changes: Any) -> StepCompleted:
         **{"step": number, "epoch": 0, "first": 0, "samples": 32, "sample_checksum": 7 << 40},
         **{"loss": 1 / number, "lr": 0.1, "world_size": 2, "samples_per_s": 10.0 + number},
     }
-    return StepCompleted(**values | changes)
+    return StepCompleted(**PLAIN_STEP | values | changes)
 
 
 def steps(number: int) -> list[Event]:
@@ -95,7 +96,7 @@ STEPS = st.builds(
     metrics=st.dictionaries(st.sampled_from(["a", "loss", "é", "eval_loss"]), FLOATS, max_size=2),
     ranks_agree=st.booleans(),
     skipped=st.booleans(),
-    data_s=FLOATS,
+    **dict.fromkeys(("data_s", "compute_s", "communication_s", "optimizer_s"), FLOATS),
 )
 PLANS = {"num_train_samples": st.just(400), "num_eval_samples": st.just(0)}
 OTHERS = st.one_of(
@@ -117,6 +118,7 @@ OTHERS = st.one_of(
         world_size=st.integers(1, 3),
         ranks=st.just(["w0", "w1"]),
         step=st.integers(0, 12),
+        backend=st.just("gloo"),
     ),
     st.builds(
         JobStatusChanged,
@@ -133,6 +135,8 @@ OTHERS = st.one_of(
         total_steps=st.just(39),
         total_samples=st.just(1200),
         per_worker_batch_size=st.sampled_from([0, 16]),
+        num_parameters=st.just(10),
+        num_trained_parameters=st.just(10),
     ),
     st.builds(
         LogLine, **COMMON, level=st.just("info"), worker=st.just("w0"), text=st.just("a\nb é")

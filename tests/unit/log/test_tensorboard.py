@@ -35,6 +35,7 @@ from etrain_jupyter.log.loggers import process
 from etrain_jupyter.log.tensorboard import convert
 from etrain_jupyter.log.tensorboard_exhibits import code_block, markdown_table
 from tests.unit.log.pictures import png
+from tests.unit.log.spent import PLAIN_STEP
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 plugins = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
@@ -46,7 +47,7 @@ def step(number: int, loss: float = 0.5, **changes: Any) -> StepCompleted:
         **{"first": 0, "samples": 32, "sample_checksum": 7, "loss": loss, "lr": 0.25},
         **{"world_size": 2, "samples_per_s": 10.0, "metrics": {"accuracy": 0.75}, "data_s": 0.125},
     }
-    return StepCompleted(**values | changes)
+    return StepCompleted(**PLAIN_STEP | values | changes)
 
 
 def evaluation(number: int, loss: float) -> EvalCompleted:

@@ -18,6 +18,7 @@ from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
 from etrain_jupyter.wire.codec import EventFields, MalformedMessageError, WireVersionError
 from etrain_jupyter.wire.versions import WIRE_VERSION
+from tests.unit.log.spent import PLAIN_STEP
 
 VOCABULARIES = {
     "to trainer": (m.TO_TRAINER, m.ToTrainer),
@@ -154,6 +155,7 @@ def test_a_field_of_another_type_or_a_missing_one_is_refused(vocabulary, cls, da
 RECORD = {
     **{"generation": 1, "time": 1.0, "step": 1, "epoch": 0, "first": 0, "samples": 16},
     **{"sample_checksum": 1, "loss": 1.0, "lr": 0.1, "world_size": 2, "samples_per_s": 160.0},
+    **PLAIN_STEP,
 }
 
 
@@ -182,11 +184,9 @@ def test_step_records_are_passed_on_without_a_copy():
 @pytest.mark.parametrize(
     ("hello", "theirs"),
     [
-        ({"op": "spare", "pid": 1}, None),
-        ({"op": "supervisor", "device": "cpu", "pid": 1, "incarnation": 0}, None),
         ({"kind": "SpareReady", "wire_version": 99, "new_field": 1}, 99),
-        ({"kind": "SpareReady", "wire_version": "x"}, None),
-        ({"kind": "SpareReady"}, None),
+        ({"kind": "SpareReady", "wire_version": "x"}, "unknown"),
+        ({"kind": "SpareReady"}, "unknown"),
     ],
 )
 def test_hello_of_another_version_is_refused_with_both_versions(hello, theirs):

@@ -543,7 +543,6 @@ async def test_invalid_order_does_not_close_the_connection(rig):
     receive = rig.worker.stream_handlers["etrain_message"]
     receive({"kind": "LaunchTrainer"})  # without a name
     receive({"kind": "Unknown"})
-    receive({"op": "wake"})  # of an older version
     receive(None)
     trainer = await rig.start("j/w1/1")
     rig.order(m.RequestCheckpoint(trainer=trainer.name))

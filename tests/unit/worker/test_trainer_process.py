@@ -260,7 +260,6 @@ async def test_trainer_with_undecodable_messages_is_killed_and_its_exit_is_repor
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        ({"op": "spare", "pid": 1}, "it uses wire version 2 or older, and this process"),
         ({"kind": "SpareReady", "pid": 1, "wire_version": 99}, "it uses wire version 99, and"),
         ({"kind": "SpareReady", "is_new": 1, "wire_version": 99}, "it uses wire version 99, and"),
     ],

@@ -66,9 +66,8 @@ class ClusterFiles:
 
     def num_lives(self) -> int:
         """Return the incarnation number of the last head; 0 for a new cluster."""
-        # A lease without a number was written by an older version: count its head as the first.
         lease = self._read(f"{self._home}/lease.json", "the lease cannot be read")
-        return int(lease.get("num_lives", 1)) if lease else 0
+        return int(lease["num_lives"]) if lease else 0
 
     def renew_lease(self, scheduler: str, num_lives: int, renewals: int) -> None:
         """Renew the lease, which contains the scheduler's address; S3 records the renewal time."""

@@ -11,7 +11,6 @@ import numpy as np
 
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.measures import (
-    BUSY,
     Columns,
     clock_hours,
     divide,
@@ -117,7 +116,7 @@ class MeasuredJob:
     def exchange(self, s_per_byte: float | None = None) -> Exchange:
         """Return the exchange of the gradients, over a network of known or unknown bandwidth."""
         return exchange_of(
-            num_parameters=self.plan.trained_parameters,
+            num_parameters=self.plan.num_trained_parameters,
             compression=self.compression,
             passes=self.passes,
             s_per_byte=s_per_byte,
@@ -134,12 +133,6 @@ def read_measured(job: Job) -> MeasuredJob:
     columns = job.history()
     points = _points_by_hardware(columns, record)
     plan = record.plan
-    if points and plan is None:
-        raise ConfigError(
-            f"the log of job {job.id} does not contain the size of the job, so its time cannot be "
-            "predicted. No plan was made",
-            hint="plan a job that this version of etrain_jupyter has trained",
-        )
     if not points or plan is None:
         raise ConfigError(
             f"job {job.id} ({job.status}) has {len(columns['step'])} completed steps, so there is "
@@ -147,7 +140,7 @@ def read_measured(job: Job) -> MeasuredJob:
             hint="let it train for about 30 s, first on one worker and then on two (%etrain scale "
             "2), and plan again",
         )
-    done, total = float(sum(columns["samples"])), float(plan.job_samples)
+    done, total = float(sum(columns["samples"])), float(plan.total_samples)
     is_over = job.status in TERMINAL_STATUSES
     left = max(0.0, total - done)
     config = record.config
@@ -210,8 +203,7 @@ class _PlanRecord(RunRecord):
 
     def hardware_of(self, generation: int) -> Hardware:
         """Return the machines of a generation; different types are joined by ``+``."""
-        # The log of a resumed job may lack the beginning of a generation.
-        ranks = self.formed.get(generation, tuple(self.joined))
+        ranks = self.formed.get(generation, ())
         joined = [self.joined[one] for one in ranks if one in self.joined]
         types = sorted({one.machine for one in joined} - {""})
         if types:
@@ -241,7 +233,6 @@ def _points_of(columns: Columns, ran: np.ndarray[Any, np.dtype[np.bool_]]) -> It
     """Yield a point for each number of workers and samples, of the steps that ``ran`` selects."""
     durations = step_durations(columns)
     exposed = to_floats(columns["communication_s"])
-    has_phases = np.sum([to_floats(columns[name]) for name in BUSY], axis=0) > 0
     worlds, samples = to_floats(columns["world_size"]), to_floats(columns["samples"])
     is_warm = _is_warm(to_floats(columns["generation"]))
     used = ran & (durations > 0) & (worlds >= 1) & (samples > 0)
@@ -257,12 +248,11 @@ def _points_of(columns: Columns, ran: np.ndarray[Any, np.dtype[np.bool_]]) -> It
         chosen = used & (worlds == world) & (samples == size)
         if (chosen & is_warm).sum() >= MIN_STEPS:
             chosen &= is_warm
-        phases = chosen & has_phases
         yield step_point(
             workers=int(world),
             samples=int(size),
             durations=durations[chosen].tolist(),
-            exposed=exposed[phases].tolist() if phases.sum() == chosen.sum() else (),
+            exposed=exposed[chosen].tolist(),
         )
 
 

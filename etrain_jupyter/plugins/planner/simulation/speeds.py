@@ -107,13 +107,13 @@ class VirtualSpeeds:
         yield t.JobPlanned(
             **common, num_train_samples=total * BATCH, num_eval_samples=0, steps_per_epoch=total,
             global_batch_size=BATCH, total_steps=total, num_parameters=NUM_PARAMETERS,
-            total_samples=total * BATCH,
+            total_samples=total * BATCH, num_trained_parameters=NUM_PARAMETERS,
         )  # fmt: skip
         step = 0
         for workers in measured:
             yield t.GenerationFormed(
                 **common, generation=workers, why="simulated", world_size=workers, step=step,
-                ranks=[f"w{number}" for number in range(workers)],
+                ranks=[f"w{number}" for number in range(workers)], backend="gloo",
             )  # fmt: skip
             duration_s = STEP_S / self._job.rates[workers]
             enough = max(LEAST_STEPS, math.ceil(LEAST_S / duration_s))
@@ -123,5 +123,6 @@ class VirtualSpeeds:
                     **common, generation=workers, step=step, epoch=0, first=step * BATCH,
                     samples=BATCH, sample_checksum=0, loss=0.0, lr=0.0, world_size=workers,
                     samples_per_s=BATCH / duration_s,
-                    communication_s=max(0.0, duration_s - STEP_S / workers),
+                    communication_s=max(0.0, duration_s - STEP_S / workers), data_s=0.0,
+                    compute_s=STEP_S / workers, optimizer_s=0.0, ranks_agree=True, skipped=False,
                 )  # fmt: skip

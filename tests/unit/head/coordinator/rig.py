@@ -21,15 +21,26 @@ from etrain_jupyter.storage.bucket_log.place import spool_of
 from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
+from etrain_jupyter.wire.versions import read_fingerprint
+from tests.unit.log.spent import PLAIN_STEP
 
 NO_CELLS = b'{"cells": {}}'
 BUNDLE = HEADER.pack(len(NO_CELLS)) + NO_CELLS
+HELLO: dict[str, Any] = {
+    "device": "cpu",
+    "pid": 1,
+    "fingerprint": read_fingerprint(),
+    "trainers": {},
+}
 PLAN = {
     "num_train_samples": 64,
     "num_eval_samples": 0,
     "global_batch_size": 16,
     "steps_per_epoch": 4,
     "total_steps": 8,
+    "total_samples": 128,
+    "num_parameters": 10,
+    "num_trained_parameters": 10,
 }
 
 
@@ -143,8 +154,7 @@ class Rig:
         for name in names:
             self.coordinator._scheduler.workers[f"tls://{name}"] = SimpleNamespace(name=name)
             self.streams.setdefault(f"tls://{name}", Stream())
-            values = {"device": "cpu", "pid": 1, "incarnation": incarnation}
-            self.say(name, m.SupervisorHello(**{**values, **more}))
+            self.say(name, m.SupervisorHello(**{**HELLO, "incarnation": incarnation, **more}))
 
     def say(self, worker: str, message: m.Message) -> None:
         self.coordinator._receive(codec.encode(message), f"tls://{worker}")
@@ -226,7 +236,7 @@ class Rig:
         return {
             **{"generation": self.job.state.generation, "time": self.now, "step": step},
             **{"epoch": 0, "first": 0, "samples": 16, "sample_checksum": 1, "loss": 1.0},
-            **{"lr": 0.1, "world_size": 2, "samples_per_s": 160.0},
+            **{"lr": 0.1, "world_size": 2, "samples_per_s": 160.0, **PLAIN_STEP},
         }
 
     def events(self, kind: type[Event]) -> list[Any]:

@@ -21,7 +21,7 @@ from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
 from etrain_jupyter.wire.rank_values import unpack_values
-from tests.unit.head.coordinator.rig import PLAN, Nodes, Rig
+from tests.unit.head.coordinator.rig import HELLO, PLAN, Nodes, Rig
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def test_progress_of_active_jobs_is_available_to_the_pool(rig):
 
     assert (progress.step, progress.total_steps, progress.first_step) == (2, 8, 0)
     assert (progress.num_workers, progress.max_workers, progress.is_paused) == (2, 2, False)
-    assert (progress.gradient_bytes, progress.type_rates) == (0.0, {})  # not planned with a model
+    assert (progress.gradient_bytes, progress.type_rates) == (40.0, {})  # 10 parameters
     assert progress.attempt_at == rig.events(events.JobSubmitted)[0].time
 
 
@@ -139,7 +139,7 @@ async def test_messages_of_an_evicted_worker_are_dropped_and_it_is_reset(rig):
     report = {"progress": (9, 0), "why": "failed", "undone": False}
     rig.say("w2", m.GenerationLeft(trainer=old, generation=generation, **report))
     rig.say("w2", m.StepsTrained(trainer=old, generation=generation, records=()))
-    rig.say("w2", m.SupervisorHello(device="cpu", pid=1, incarnation=0))
+    rig.say("w2", m.SupervisorHello(**HELLO))
     assert rig.job.state.of_worker("w2") is None
     assert rig.job.state.step == 5
     assert rig.orders("w2", m.ResetSupervisor) == [m.ResetSupervisor(incarnation=0)] * 2
@@ -689,14 +689,8 @@ async def test_reported_nccl_failures_are_logged_and_the_next_generation_uses_gl
 # --- versions of the wire ---
 
 
-@pytest.mark.parametrize(
-    "hello",
-    [
-        {"op": "supervisor", "device": "cpu", "pid": 1, "incarnation": 0},
-        {"kind": "SupervisorHello", "wire_version": 99, "is_new": True},
-    ],
-)
-async def test_worker_of_another_wire_version_is_excluded_with_a_logged_reason(rig, hello):
+async def test_worker_of_another_wire_version_is_excluded_with_a_logged_reason(rig):
+    hello = {"kind": "SupervisorHello", "wire_version": 99, "is_new": True}
     await rig.start("w1")
     rig.coordinator._scheduler.workers["tls://w2"] = SimpleNamespace(name="w2")
 

@@ -19,7 +19,7 @@ Started = list[tuple[str, Mapping[str, Any], Path, Callable[[str], None]]]
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     calls: Started = []
-    monkeypatch.setattr(loggers, "start_logger", lambda *call: calls.append(call))
+    monkeypatch.setattr(loggers, "follow_elsewhere", lambda *call: calls.append(call))
     return calls
 
 

@@ -20,7 +20,9 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.wire import messages as m
+from tests.unit.head.coordinator.rig import HELLO as WORKER_HELLO
 from tests.unit.head.coordinator.rig import PLAN, Rig
+from tests.unit.log.spent import PLAIN_STEP
 
 HELLO = m.TrainerHello(pid=7, device="cpu", warm_s=1.0, plan=PLAN)
 RUNNING = m.TrainerSummary(started_at=1000.0, pid=7, generation=1, hello=HELLO)
@@ -55,7 +57,7 @@ class Lives:
             f"j/{worker}/{number[1:]}": replace(RUNNING, **known)
             for number, known in standings.items()
         }
-        self.rig.say(worker, m.SupervisorHello(device="cpu", pid=1, trainers=trainers))
+        self.rig.say(worker, m.SupervisorHello(**WORKER_HELLO | {"trainers": trainers}))
 
     def numbered(self, worker: str, kind: type[m.TrainerReport], **values: Any) -> m.TrainerReport:
         """Have a trainer send a report, which its supervisor keeps."""
@@ -86,7 +88,7 @@ def records(*steps: int) -> tuple[dict[str, Any], ...]:
         {
             **{"generation": 1, "time": 1000.0, "step": step, "epoch": 0, "first": 0},
             **{"samples": 16, "sample_checksum": 1, "loss": 1.0, "lr": 0.1, "world_size": 2},
-            "samples_per_s": 160.0,
+            **{"samples_per_s": 160.0, **PLAIN_STEP},
         }
         for step in steps
     )

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.head.jobs.exhibits import choose_removed
-from etrain_jupyter.head.jobs.reports import _are_same_shards
 from etrain_jupyter.head.jobs.trainer_output import PrintedLines
 from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import NOT_BEGUN
@@ -55,21 +54,6 @@ async def test_newcomer_with_data_of_another_length_is_excluded(rig):
     assert "the workers have data of different lengths: (63, 0) samples on w2" in lost.cause
     assert rig.told("w2", m.ShutDownTrainer)
     assert not rig.told("w1", m.LeaveGeneration)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        (("8:32", "a" * 64), ("8:32", "a" * 64 + "b" * 64), True),  # a log of an earlier version
-        (("8:32", "a" * 64 + "c" * 64), ("8:32", "a" * 64 + "b" * 64), False),
-        (("8:32", "a" * 64), ("4:32", "a" * 64), False),
-        (("8:32", "a" * 64), ("", ""), False),
-        (("", ""), ("", ""), True),
-    ],
-)
-def test_sets_are_the_same_if_layout_and_content_are(one, other, same):
-    assert _are_same_shards(one, other) is same
-    assert _are_same_shards(other, one) is same
 
 
 async def test_workers_with_different_shards_fail_the_job(rig):

@@ -20,6 +20,7 @@ from etrain_jupyter.head.studies.study_spec import StudySpec
 from etrain_jupyter.log import events as e
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.storage.study_folder import import_optuna
+from tests.unit.log.spent import PLAIN_STEP
 
 pytestmark = pytest.mark.usefixtures("private_state")
 
@@ -45,6 +46,8 @@ PLAN: dict[str, Any] = {
     "steps_per_epoch": 10,
     "total_steps": 160,
     "total_samples": 16 * LENGTH,
+    "num_parameters": 10,
+    "num_trained_parameters": 10,
 }
 
 
@@ -52,7 +55,7 @@ def step_values(step: int) -> dict[str, Any]:
     """Return the fields of the last step of an epoch."""
     return {
         "step": step, "epoch": step // 10 - 1, "first": 90, "samples": 10, "sample_checksum": 0,
-        "loss": 1.0, "lr": 0.1, "world_size": 1, "samples_per_s": 1.0,
+        "loss": 1.0, "lr": 0.1, "world_size": 1, "samples_per_s": 1.0, **PLAIN_STEP,
     }  # fmt: skip
 
 

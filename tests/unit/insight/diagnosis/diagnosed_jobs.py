@@ -8,6 +8,7 @@ from typing import Any
 from etrain_jupyter.insight.diagnosis.step_parts import StepParts
 from etrain_jupyter.log import events as t
 from tests.unit.insight.logged_jobs import CONFIG, START, LoggedJob, logged_job
+from tests.unit.log.spent import NOTHING_ELSE
 
 PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
 
@@ -94,7 +95,7 @@ def timed(
 ) -> t.RankTimed:
     """Return the report of a worker; ``elapsed_s`` is the sum of the parts unless it is given."""
     mean: dict[str, float | None] = {
-        **dict.fromkeys(PARTS, 0.0), "wait_s": 0.0, "metrics_s": 0.0, **parts_of_step,
+        **dict.fromkeys(PARTS, 0.0), **NOTHING_ELSE, **parts_of_step,
     }  # fmt: skip
     mean.setdefault("elapsed_s", sum(mean[name] or 0.0 for name in PARTS))
     spent: dict[str, Any] = {

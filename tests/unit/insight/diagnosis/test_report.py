@@ -469,24 +469,14 @@ def test_straggler_is_named_with_its_machine() -> None:
     assert "    %etrain preempt w1 --job digits-00000000" in text
 
 
-def test_old_log_has_no_verdict_on_the_exchange_and_says_why() -> None:
-    seconds = {"compute_s": 0.01, "communication_s": 0.03, "wait_s": None, "metrics_s": None}
-
-    text = str(diagnose_job(job_with_times({"w0": seconds, "w1": seconds})))
-
-    assert "no verdict\nNo single cause takes 20 % of a step." in text
-    assert "worker  data  passes  exchange  update  step" in text
-    assert "Not measured: the wait for slower workers (logs of older versions)" in text
-
-
 def test_frame_has_seconds_by_worker_and_nan_where_not_measured() -> None:
-    seconds = {"compute_s": 0.01, "communication_s": 0.03, "wait_s": None}
+    seconds = {"compute_s": 0.01, "communication_s": 0.03, "metrics_s": None}
 
     frame = diagnose_job(job_with_times({"w0": seconds})).to_frame()
 
     assert frame["worker"].tolist() == ["w0"]
     assert frame["communication_s"].tolist() == [pytest.approx(0.03)]
-    assert frame["transfer_s"].isna().all()
+    assert frame["metrics_s"].isna().all()
     assert frame["step_s"].tolist() == [pytest.approx(0.04)]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from etrain_jupyter.errors import ConfigError, LoggerError
 from etrain_jupyter.log.event_log import EventLog
-from etrain_jupyter.log.events import JobStatusChanged, WorkersScaled
+from etrain_jupyter.log.events import JobStatusChanged, JobSubmitted
 from etrain_jupyter.log.loggers.base import RunInfo, Values
 from etrain_jupyter.log.loggers.feed import LogFeed, export_log, follow_log
 from etrain_jupyter.log.loggers.process import follow_with_retries
@@ -158,18 +158,19 @@ def test_destination_that_never_opens_is_given_up_after_the_end(job: Job) -> Non
 
 def test_job_id_that_could_leave_the_folder_is_rejected(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", fsync_every_s=None)
-    log.append([WorkersScaled(job_id="../../other", time=1.0, min_workers=1, max_workers=2)])
+    values = {"name": "digits", "min_workers": 1, "max_workers": 2}
+    log.append([JobSubmitted(job_id="../../other", time=1.0, **values)])
     log.close()
 
     with pytest.raises(LoggerError, match="is not a valid job id"):
         export_log(tmp_path / "events.jsonl", MemoryLogger(MemoryRuns()))
 
 
-def test_log_of_an_older_version_without_a_submission_is_written(tmp_path: Path) -> None:
+def test_damaged_log_without_a_submission_opens_no_run(tmp_path: Path) -> None:
     runs = MemoryRuns()
     log = EventLog(tmp_path / "events.jsonl", fsync_every_s=None)
     log.append([JobStatusChanged(job_id="digits-1", time=1.0, status="stopped")])
     log.close()
 
     assert export_log(tmp_path / "events.jsonl", MemoryLogger(runs)) == "stopped"
-    assert [(run.job_id, run.name) for run in runs.opened] == [("digits-1", "digits-1")]
+    assert runs.opened == []

@@ -33,6 +33,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.notebook.audit import AuditReport, audit_log
 from etrain_jupyter.rules.samples.ledger import checksum_of, cursor_at, epoch_order, total_steps
+from tests.unit.log.spent import PLAIN_STEP
 
 NUM_SAMPLES, BATCH, SEED, EPOCHS = 100, 32, 11, 3
 COMMON: dict[str, Any] = {"job_id": "digits-1", "time": 1.0}
@@ -54,14 +55,17 @@ def submitted(seed: int = SEED) -> JobSubmitted:
     )
 
 
-def planned(num_samples: int = NUM_SAMPLES, batch: int = BATCH) -> JobPlanned:
+def planned(num_samples: int = NUM_SAMPLES, batch: int = BATCH, epochs: int = EPOCHS) -> JobPlanned:
     return JobPlanned(
         **COMMON,
         num_train_samples=num_samples,
         num_eval_samples=20,
         global_batch_size=batch,
         steps_per_epoch=-(-num_samples // batch),
-        total_steps=total_steps(EPOCHS, None, num_samples, batch),
+        total_steps=total_steps(epochs, None, num_samples, batch),
+        num_parameters=10,
+        num_trained_parameters=10,
+        total_samples=epochs * num_samples,
     )
 
 
@@ -74,6 +78,7 @@ def formed(generation: int, step: int, ranks: list[str], pids: list[int]) -> Gen
         ranks=ranks,
         trainer_pids=pids,
         step=step,
+        backend="gloo",
     )
 
 
@@ -105,6 +110,7 @@ def completed(
         lr=0.1,
         world_size=2,
         samples_per_s=100.0,
+        **PLAIN_STEP,
     )
 
 
@@ -605,7 +611,7 @@ def test_sample_that_a_resume_repeats_is_found() -> None:
 
 
 def test_resumed_finished_job_is_audited_with_its_newest_length() -> None:
-    longer = replace(planned(), total_steps=16)
+    longer = planned(epochs=EPOCHS + 1)
     log: list[Event] = [
         *[submitted(), planned(), formed(1, 0, ["w0", "w1"], [10, 11])],
         *[completed(step) for step in range(1, 13)],
@@ -615,7 +621,7 @@ def test_resumed_finished_job_is_audited_with_its_newest_length() -> None:
         ended(),
     ]
     assert audit_log(number(log)).problems == ()
-    assert "the job finished at step 15 of 16" in "".join(
+    assert "the job finished after 396 of 400 samples" in "".join(
         audit_log(number([*log[:-2], ended()])).problems
     )
 
@@ -687,7 +693,8 @@ def test_many_epochs_are_shown_in_few_lines() -> None:
     steps: list[Event] = [completed(step) for step in range(1, 201)]
     bad = samples_of(6)
     steps[5] = completed(6, trained=bad[1:])
-    report = audit_log(number([submitted(), planned(), formed(1, 0, ["w0"], [1]), *steps]))
+    plan = planned(epochs=50)
+    report = audit_log(number([submitted(), plan, formed(1, 0, ["w0"], [1]), *steps]))
     assert len(report.epochs) == 50
     text = str(report)
     assert "... and 38 epochs more in report.epochs" in text
@@ -714,7 +721,9 @@ def test_text_from_the_log_is_escaped_in_html() -> None:
 
 def test_ten_thousand_steps_are_audited_at_once() -> None:
     num_samples, batch, epochs = 16_000, 8, 5
-    log: list[Event] = [submitted(), planned(num_samples, batch), formed(1, 0, ["w0"], [10])]
+    log: list[Event] = [
+        *[submitted(), planned(num_samples, batch, epochs), formed(1, 0, ["w0"], [10])]
+    ]
     for epoch in range(epochs):
         order = epoch_order(seed=SEED, epoch=epoch, num_samples=num_samples)
         for first in range(0, num_samples, batch):

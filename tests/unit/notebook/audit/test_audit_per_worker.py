@@ -19,6 +19,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.notebook.audit import audit_log
 from etrain_jupyter.rules.samples.ledger import checksum_of, epoch_order
+from tests.unit.log.spent import PLAIN_STEP
 
 NUM_SAMPLES, EACH, EPOCHS = 50, 8, 2
 COMMON: dict[str, Any] = {"job_id": "j", "time": 1.0}
@@ -31,6 +32,8 @@ PLAN = JobPlanned(
     total_steps=14,
     total_samples=EPOCHS * NUM_SAMPLES,
     per_worker_batch_size=EACH,
+    num_parameters=10,
+    num_trained_parameters=10,
 )
 
 
@@ -43,7 +46,11 @@ def log_of(world_sizes: list[int]) -> list[Event]:
         if step < len(world_sizes):
             formed = {"generation": step + 1, "why": "join", "world_size": world_size, "step": step}
             names = [f"w{rank}" for rank in range(world_size)]
-            events.append(GenerationFormed(**COMMON, **formed, ranks=names, trainer_pids=[1] * 8))
+            events.append(
+                GenerationFormed(
+                    **COMMON, **formed, ranks=names, trainer_pids=[1] * 8, backend="gloo"
+                )
+            )
         epoch, first = divmod(position, NUM_SAMPLES)
         count = min(EACH * world_size, NUM_SAMPLES - first)
         order = epoch_order(seed=0, epoch=epoch, num_samples=NUM_SAMPLES)
@@ -61,6 +68,7 @@ def log_of(world_sizes: list[int]) -> list[Event]:
                 lr=0.1,
                 world_size=world_size,
                 samples_per_s=1.0,
+                **PLAIN_STEP,
             )
         )
     events.append(JobStatusChanged(**COMMON, status="finished"))

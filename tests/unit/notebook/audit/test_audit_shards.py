@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.log.events import JobPlanned, StepCompleted
+from etrain_jupyter.log.events import StepCompleted
 from etrain_jupyter.notebook.audit.samples import Work, check_samples
 from etrain_jupyter.rules.samples.block_order import BlockLayout, BlockOrder
 from etrain_jupyter.rules.samples.ledger import checksum_of, range_at
+from tests.unit.log.spent import PLAIN_STEP
 
 LAYOUT = BlockLayout((30, 30, 30, 10), 2)
 SEED, BATCH, NUM_SAMPLES = 5, 16, 100
@@ -35,6 +36,7 @@ def steps_of(layout: BlockLayout, count: int) -> list[StepCompleted]:
                 loss=1.0,
                 lr=0.1,
                 samples_per_s=1.0,
+                **PLAIN_STEP,
             )
         )
         position += due.samples
@@ -54,18 +56,3 @@ def test_steps_in_the_order_of_another_layout_are_found(layout: BlockLayout) -> 
 
     assert problems
     assert rows[0].missing > 0
-
-
-def test_older_logs_have_no_layout() -> None:
-    plan = JobPlanned(
-        job_id="j",
-        time=0.0,
-        generation=0,
-        num_train_samples=1,
-        num_eval_samples=0,
-        global_batch_size=1,
-        steps_per_epoch=1,
-        total_steps=1,
-    )
-
-    assert (plan.train_layout, plan.train_digest) == ("", "")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from etrain_jupyter.log import events as t
+from tests.unit.log.spent import PLAIN_STEP
 
 JOB_ID = "digits-7f3a"
 STEPS_PER_EPOCH = 200
@@ -83,6 +84,8 @@ class Script:
             steps_per_epoch=STEPS_PER_EPOCH,
             total_steps=self.num_steps,
             num_parameters=128_394,
+            num_trained_parameters=128_394,
+            total_samples=256 * self.num_steps,
         )
 
     def pid_of(self, worker: str) -> int:
@@ -99,6 +102,7 @@ class Script:
             trainer_pids=[self.pid_of(worker) for worker in ranks],
             step=self.step,
             stall_s=stall_s,
+            backend="gloo",
         )
 
     def grow(self, newcomers: list[str]) -> Iterator[t.Event]:
@@ -142,6 +146,7 @@ class Script:
             world_size=len(self.ranks),
             samples_per_s=rate,
             metrics={"accuracy": max(0.0, accuracy)},
+            **PLAIN_STEP,
         )
         if step % STEPS_PER_EPOCH == 0 or step == self.num_steps:
             yield from self.end_epoch(step, epoch)

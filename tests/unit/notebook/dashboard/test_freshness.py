@@ -9,6 +9,7 @@ from etrain_jupyter.notebook.dashboard.freshness import trouble_of
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
 from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.dashboard.snapshot import CheckpointDue
+from tests.unit.log.spent import PLAIN_STEP
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 START = 1000.0
@@ -41,6 +42,7 @@ def step_at(script: Script, step: int, time: float) -> t.Event:
         lr=0.1,
         world_size=2,
         samples_per_s=1.0,
+        **PLAIN_STEP,
     )
 
 

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
 from etrain_jupyter.notebook.dashboard.job_view import JobView
+from tests.unit.log.spent import NOTHING_ELSE
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 
@@ -124,7 +125,8 @@ def test_the_page_shows_time_split_pace_and_cost() -> None:
         script.make(
             t.RankTimed,
             **{"worker": "w0", "rank": 0, "world_size": 1, "step": 1, "num_steps": 1},
-            **{"samples": 256, "communication_s": 0.0, **spent},
+            **{"samples": 256, "communication_s": 0.0},
+            **{**NOTHING_ELSE, **spent},
         )
     )
     events.append(script.make(t.CostUpdated, spent_usd=1.5, on_demand_usd=4.0))

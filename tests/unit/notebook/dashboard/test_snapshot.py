@@ -21,6 +21,7 @@ from etrain_jupyter.notebook.dashboard.snapshot import (
     Snapshot,
     TimeSplit,
 )
+from tests.unit.log.spent import NOTHING_ELSE, PLAIN_STEP
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 
 EVENTS = list(Script(num_steps=60).events())
@@ -323,7 +324,13 @@ def test_nan_loss_survives_json() -> None:
     step = {"epoch": 0, "first": 0, "samples": 4, "sample_checksum": 0, "lr": 0.1}
     events = [
         script.make(
-            t.StepCompleted, step=1, loss=float("nan"), world_size=1, samples_per_s=1.0, **step
+            t.StepCompleted,
+            step=1,
+            loss=float("nan"),
+            world_size=1,
+            samples_per_s=1.0,
+            **step,
+            **PLAIN_STEP,
         )
     ]
 
@@ -578,7 +585,7 @@ def timed(script: Script, worker: str, **spent: float) -> t.Event:
         t.RankTimed,
         **{"worker": worker, "rank": 0, "world_size": 2, "step": 2, "num_steps": 2},
         **{"samples": 512, "elapsed_s": 4.0, "compute_s": 1.0, "optimizer_s": 0.2},
-        **{"data_s": 0.0, "communication_s": 0.0, **spent},
+        **{"data_s": 0.0, "communication_s": 0.0, **NOTHING_ELSE, **spent},
     )
 
 
@@ -682,8 +689,8 @@ def test_startup_is_in_the_snapshot_until_the_first_step_and_then_in_the_events(
         ("workers", pytest.approx(0.1)),
         ("torch", pytest.approx(2.5)),
     ]
-    assert before.startup[-1].name == "first step"
-    assert before.startup[-1].took_s is None
+    begun = [stage for stage in before.startup if stage.since is not None]
+    assert (begun[-1].name, begun[-1].took_s) == ("first step", None)
     assert after.startup == ()
     [line] = [line.text for line in after.events if line.text.startswith("First step")]
     assert line.startswith("First step after 2.7 s: workers 100 ms, torch 2.5 s, first step ")

@@ -67,7 +67,7 @@ def commit(job: TrainingJob, step: int, *, average: bool = False) -> dict[str, P
     model = {"w": torch.full((SIZE,), float(step))}
     moments = {f"optimizer.0.{name}": torch.zeros(SIZE) for name in ("exp_avg", "exp_avg_sq")}
     packed = {"num_updates": 1, "average": {"w": {"$tensor": "extra.ema.average.w"}}}
-    extras = {"judge": {"best": [[10, 0.1]]}, **({"ema": packed} if average else {})}
+    extras = {"evaluations": {"best": [[10, 0.1]]}, **({"ema": packed} if average else {})}
     contents = {
         "model.safetensors": save(model),
         "optimizer-00001-of-00002.safetensors": save(moments),

@@ -9,6 +9,7 @@ import pytest
 from etrain_jupyter.log import events as t
 from etrain_jupyter.notebook.job.cost import JobCost, cost_of
 from etrain_jupyter.notebook.job.history import LatestValues
+from tests.unit.log.spent import PLAIN_STEP
 
 COMMON = {"job_id": "j", "time": 1.0, "generation": 1}
 
@@ -22,7 +23,14 @@ def view_of(*events: t.Event) -> LatestValues:
 def step(number: int, epoch: int, first: int) -> t.StepCompleted:
     values: dict[str, Any] = {"sample_checksum": 0, "loss": 1.0, "lr": 0.1, "world_size": 1}
     return t.StepCompleted(
-        **COMMON, step=number, epoch=epoch, first=first, samples=10, samples_per_s=1.0, **values
+        **COMMON,
+        step=number,
+        epoch=epoch,
+        first=first,
+        samples=10,
+        samples_per_s=1.0,
+        **values,
+        **PLAIN_STEP,
     )
 
 
@@ -34,6 +42,9 @@ def planned() -> t.JobPlanned:
         global_batch_size=10,
         steps_per_epoch=10,
         total_steps=20,
+        num_parameters=10,
+        num_trained_parameters=10,
+        total_samples=200,
     )
 
 

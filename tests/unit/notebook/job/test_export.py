@@ -75,7 +75,7 @@ def commit(
     store = LocalStore(job.record.folder)
     folder = store.begin(step)
     tensors = {name: value.clone() for name, value in model_of(step).state_dict().items()}
-    state = {"extras": {"judge": {"best": judged or []}}}
+    state = {"extras": {"evaluations": {"best": judged or []}}}
     contents = {
         "model.safetensors": save(tensors, {"format": "pt"}),
         "state.json": json.dumps(state).encode(),

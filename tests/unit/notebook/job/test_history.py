@@ -24,6 +24,7 @@ from etrain_jupyter.log.events import (
     WorkerLost,
 )
 from etrain_jupyter.notebook.job.history import History, LatestValues, peek_log
+from tests.unit.log.spent import PLAIN_STEP
 
 
 def step(number: int, **changes: Any) -> StepCompleted:
@@ -41,7 +42,7 @@ def step(number: int, **changes: Any) -> StepCompleted:
         "world_size": 2,
         "samples_per_s": 100.0,
     }
-    return StepCompleted(**values | changes)
+    return StepCompleted(**PLAIN_STEP | values | changes)
 
 
 def evaluation(number: int, loss: float, **metrics: float) -> EvalCompleted:
@@ -170,6 +171,9 @@ def test_latest_values_follow_the_events() -> None:
                 global_batch_size=32,
                 steps_per_epoch=2,
                 total_steps=4,
+                num_parameters=10,
+                num_trained_parameters=10,
+                total_samples=128,
             ),
             JobStatusChanged(job_id="j", time=0.0, status="running"),
             GenerationFormed(
@@ -180,6 +184,7 @@ def test_latest_values_follow_the_events() -> None:
                 world_size=2,
                 ranks=["a", "b"],
                 step=1,
+                backend="gloo",
             ),
             step(2, metrics={"accuracy": 0.25}),
             evaluation(2, 0.7, accuracy=0.5),
@@ -202,6 +207,9 @@ def test_peek_reads_the_two_ends_of_a_long_log(tmp_path: Path) -> None:
         global_batch_size=1,
         steps_per_epoch=1,
         total_steps=5000,
+        num_parameters=10,
+        num_trained_parameters=10,
+        total_samples=5000,
     )
     log.append([planned, JobStatusChanged(job_id="j", time=0.0, status="waiting")])
     log.append([LogLine(job_id="j", time=0.0, level="info", worker="", text="x" * 90)] * 500)
@@ -224,6 +232,7 @@ def formed(generation: int, ranks: list[str]) -> GenerationFormed:
         world_size=len(ranks),
         ranks=ranks,
         step=1,
+        backend="gloo",
     )
 
 

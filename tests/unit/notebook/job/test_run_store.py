@@ -103,6 +103,27 @@ def test_record_of_a_newer_version_is_read(tmp_path: Path) -> None:
     assert store.find("digits-1") == made
 
 
+@pytest.mark.parametrize(
+    ("format", "version", "remedy"),
+    [(None, "0.1.0", "use etrain-jupyter 0.1"), (3, "0.3.0", "Upgrade etrain-jupyter")],
+)
+def test_run_in_another_format_is_refused_with_its_version_and_is_not_changed(
+    tmp_path: Path, format: int | None, version: str, remedy: str
+) -> None:
+    store = RunStore(tmp_path)
+    path = create(store, "digits", job_id="digits-1").folder / "job.json"
+    values = json.loads(path.read_text()) | {"format": format, "version": version}
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    before = path.read_bytes()
+
+    for name in ("digits-1", "digits"):
+        with pytest.raises(JobNotFoundError, match=f"from etrain-jupyter {version}, .*{remedy}"):
+            store.find(name)
+
+    assert remedy in store.scan().problems["digits-1"]
+    assert path.read_bytes() == before
+
+
 def test_job_with_a_log_is_never_discarded(tmp_path: Path) -> None:
     store = RunStore(tmp_path)
     taken, refused = create(store, "a", job_id="a-1"), create(store, "b", job_id="b-1")

@@ -16,7 +16,7 @@ import pytest
 from etrain_jupyter.cli import main
 from etrain_jupyter.errors import EtrainError, UntrustedJobError
 from etrain_jupyter.log.event_log import EventLog, LogReader
-from etrain_jupyter.log.events import JobStatusChanged, JobSubmitted
+from etrain_jupyter.log.events import LOG_FORMAT, JobStatusChanged, JobSubmitted
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job import open_jobs
 from etrain_jupyter.notebook.job.feed import EventFeed
@@ -26,7 +26,7 @@ from etrain_jupyter.notebook.job.link import ClusterLink, UnreachableError
 from etrain_jupyter.notebook.job.open_jobs import attach, link_of
 from etrain_jupyter.notebook.job.resume import resume_job
 from etrain_jupyter.notebook.job.resume_request import ResumeRequest
-from etrain_jupyter.notebook.job.run_store import RunStore
+from etrain_jupyter.notebook.job.run_store import RunStore, json_of
 from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.pools.own_clusters import note_scheduler
 from etrain_jupyter.process.address import SchedulerAddress
@@ -37,6 +37,7 @@ from etrain_jupyter.storage import ownership
 
 ID = "digits-00c0ffee"
 COMMON: dict[str, Any] = {"job_id": ID, "time": 1.0}
+SUBMITTED = {"format": LOG_FORMAT, "name": "x", "min_workers": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +99,8 @@ def plant(store: RunStore, *, log: bool = True, **values: Any) -> RunRecord:
     """Put a job into the store as somebody else would: whatever it says, it is not signed."""
     folder = store.root / ID
     folder.mkdir(parents=True)
-    record = {"job_id": ID, "name": "digits", "created": 1.0, "host": "elsewhere", **values}
-    (folder / "job.json").write_text(json.dumps(record))
+    record = RunRecord(job_id=ID, name="digits", created=1.0, folder=folder, host="elsewhere")
+    (folder / "job.json").write_text(json.dumps(record.to_dict() | values))
     (folder / "bundle").write_bytes(b"objects")
     if log:
         written = EventLog(folder / "events.jsonl", fsync_every_s=None)
@@ -384,6 +385,8 @@ EVIL_ID = "digits-00000001\nopen('PWNED','w').write('x')"
         {"bundle_file": "/etc/passwd"},
         {"pool": None},
         {"cell": {}},
+        {"format": None},
+        {"format": True},
     ],
 )
 def test_invalid_record_is_named_with_the_reason_and_ignored(
@@ -393,8 +396,8 @@ def test_invalid_record_is_named_with_the_reason_and_ignored(
     good = store.create({"name": "good", "created": 1.0})
     folder = store.root / ID
     folder.mkdir()
-    record = {"job_id": ID, "name": "digits", "created": 1.0, **values}
-    (folder / "job.json").write_text(json.dumps(record))
+    record = RunRecord(job_id=ID, name="digits", created=1.0, folder=folder)
+    (folder / "job.json").write_text(json.dumps(record.to_dict() | values))
 
     assert store.records() == [good]
     assert list(store.scan().problems) == [ID]
@@ -418,9 +421,8 @@ def test_folder_whose_name_is_not_a_job_id_is_skipped(store: RunStore) -> None:
     """Review S4."""
     folder = store.root / EVIL_ID.replace("/", "")
     folder.mkdir(parents=True)
-    (folder / "job.json").write_text(
-        json.dumps({"job_id": folder.name, "name": "x", "created": 1.0})
-    )
+    record = RunRecord(job_id=folder.name, name="x", created=1.0, folder=folder)
+    (folder / "job.json").write_bytes(json_of(record))
 
     assert store.records() == []
     with pytest.raises(ValueError, match="is not a valid job id"):
@@ -440,7 +442,7 @@ def test_untrusted_log_cannot_send_terminal_control_sequences(
     """Review S4."""
     record = plant(store, log=False)
     events = [
-        {"event": "JobSubmitted", "name": "x", "min_workers": 1, "max_workers": 1},
+        {"event": "JobSubmitted", **SUBMITTED, "max_workers": 1},
         {"event": "LogLine", "level": "info", "worker": "\x1b[31mw1", "text": "a\x1b]0;b\x07\rc"},
         {"event": "JobStatusChanged", "status": "\x1b[2Jdone", "reason": "\x9b5m"},
         {"event": "JobStatusChanged", "status": "failed", "reason": "\x1b[5mblink"},
@@ -476,7 +478,7 @@ def test_job_folders_are_accessible_by_their_owner_only(store: RunStore) -> None
     assert {"job.json", "bundle", "events.jsonl"} < set(modes)
 
 
-def test_folder_of_an_older_version_stays_usable(store: RunStore) -> None:
+def test_folder_that_others_can_read_stays_usable(store: RunStore) -> None:
     """Review S6."""
     record = own(store)
     record.folder.chmod(0o755)
@@ -574,7 +576,7 @@ def test_huge_numbers_in_a_log_do_not_break_the_list(
     record = plant(store, log=False)
     far = {**COMMON, "time": 1e300}
     events = [
-        {**far, "event": "JobSubmitted", "name": "x", "min_workers": 1, "max_workers": 2**62},
+        {**far, "event": "JobSubmitted", **SUBMITTED, "max_workers": 2**62},
         {**far, "event": "LogLine", "level": "info", "worker": "w1", "text": "one"},
         {**far, "event": "JobStatusChanged", "status": "finished"},
     ]

@@ -38,6 +38,7 @@ from etrain_jupyter.notebook.job.link import NoAnswerError
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
 from etrain_jupyter.wire.requests import Request, WorkerList
+from tests.unit.log.spent import PLAIN_STEP
 from tests.unit.notebook.job.fakes import FakeLink, new_job, status
 
 _made: list[TrainingJob] = []
@@ -65,6 +66,7 @@ def test_latest_values_are_read_from_the_log(tmp_path: Path) -> None:
         world_size=2,
         ranks=["a", "b"],
         step=4,
+        backend="gloo",
     )
     job = make_job(tmp_path, FakeLink(), status("running"), formed)
 
@@ -109,7 +111,7 @@ def test_failure_reports_the_step_the_workers_and_the_newest_checkpoint(tmp_path
         **common, step=7, manifest="m", size_bytes=1, stall_s=0.0, duration_s=0.1
     )
     stood = GenerationFormed(
-        **common, generation=1, why="start", world_size=2, ranks=["a", "b"], step=7
+        **common, generation=1, why="start", world_size=2, ranks=["a", "b"], step=7, backend="gloo"
     )
     raised = UserErrorRaised(
         **common, error="data.train is empty. Fill it.", traceback="", workers=["a", "b"], step=7
@@ -466,6 +468,7 @@ def test_control_characters_of_a_log_are_escaped(tmp_path: Path) -> None:
 PLAN = {
     **{"job_id": "digits-1", "time": 1.0, "num_train_samples": 100, "num_eval_samples": 0},
     **{"global_batch_size": 10, "steps_per_epoch": 10, "total_steps": 20, "total_samples": 200},
+    **{"num_parameters": 10, "num_trained_parameters": 10},
 }
 STEP = StepCompleted(
     job_id="digits-1",
@@ -480,6 +483,7 @@ STEP = StepCompleted(
     lr=0.1,
     world_size=1,
     samples_per_s=1.0,
+    **PLAIN_STEP,
 )
 
 
@@ -514,6 +518,7 @@ def test_negative_rank_of_a_log_is_ignored(tmp_path: Path) -> None:
         ranks=["a"],
         trainer_pids=[1],
         behind=[-(2**63)],
+        backend="gloo",
     )
     job = make_job(tmp_path, None, JobPlanned(**PLAN), formed, STEP)
 
@@ -533,7 +538,7 @@ def save_weights(job: TrainingJob, step: int, judged: list[list[Any]]) -> None:
     """Write a checkpoint whose only weight is its step, as a trainer does."""
     store = LocalStore(job.record.folder)
     folder = store.begin(step)
-    state = {"extras": {"judge": {"best": judged}}}
+    state = {"extras": {"evaluations": {"best": judged}}}
     parts = {
         "model.safetensors": store.put_part(
             folder, "model.safetensors", save({"w": torch.tensor([float(step)])})
@@ -655,6 +660,7 @@ def formed(*, world_size: int, step: int = 0) -> Event:
         world_size=world_size,
         ranks=[f"w{rank}" for rank in range(world_size)],
         step=step,
+        backend="gloo",
     )
 
 

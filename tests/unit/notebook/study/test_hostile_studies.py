@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.errors import EtrainError
-from etrain_jupyter.notebook.study.open_studies import attach_study
+from etrain_jupyter.errors import EtrainError, JobNotFoundError
+from etrain_jupyter.notebook.job.job_record import RunRecord
+from etrain_jupyter.notebook.job.run_store import json_of
+from etrain_jupyter.notebook.study.open_studies import attach_study, studies
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.storage import study_folder
 from etrain_jupyter.storage.study_folder import JOURNAL_FILE, STUDY_FILE
@@ -29,8 +31,8 @@ def plant(tmp_path: Path, config: Any = CONFIG) -> Path:
     """Write a study's record, and return the path of its journal."""
     folder = tmp_path / "runs" / ID
     folder.mkdir(parents=True)
-    record = {"job_id": ID, "name": "hunt", "created": 1.0, "config": config}
-    (folder / STUDY_FILE).write_text(json.dumps(record))
+    record = RunRecord(job_id=ID, name="hunt", created=1.0, config=config, folder=folder)
+    (folder / STUDY_FILE).write_bytes(json_of(record))
     return folder / JOURNAL_FILE
 
 
@@ -106,6 +108,17 @@ def test_journal_that_no_scheduler_wrote_is_an_error(
 
     with pytest.raises(EtrainError, match=f"study {ID} cannot be read"):
         read(attach_study(ID))
+
+
+def test_study_in_another_format_is_refused_with_its_version(tmp_path: Path) -> None:
+    path = plant(tmp_path).with_name(STUDY_FILE)
+    values = json.loads(path.read_text()) | {"version": "0.1.0"}
+    del values["format"]
+    path.write_text(json.dumps(values))
+
+    with pytest.raises(JobNotFoundError, match=r"cannot be opened: it is from etrain-jupyter 0\.1"):
+        attach_study(ID)
+    assert studies() == []
 
 
 @pytest.mark.parametrize("config", [{}, {"search": 7, "space": {}}, {"search": {"metric": "a"}}])

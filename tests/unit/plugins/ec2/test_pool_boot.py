@@ -16,6 +16,7 @@ from etrain_jupyter.plugins.ec2.account import boot
 from etrain_jupyter.plugins.ec2.account.check_record import CheckRecord
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.base import Leftovers
+from tests.unit.log.spent import PLAIN_STEP
 
 SPEC = AwsSpotSpec.parse({"region": "us-east-1", "bucket": "my-bucket"})
 NOW = 1_000.0
@@ -30,7 +31,7 @@ def events(device: str = "cpu") -> list[Event]:
         ),
         StepCompleted(
             time=NOW + 81, step=1, epoch=0, first=0, samples=8, sample_checksum=0, loss=1.0,
-            lr=0.1, world_size=1, samples_per_s=8.0, **common,
+            lr=0.1, world_size=1, samples_per_s=8.0, **common, **PLAIN_STEP,
         ),
     ]  # fmt: skip
 

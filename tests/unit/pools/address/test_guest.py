@@ -26,7 +26,7 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.storage.study_folder import StudyLease
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
-from tests.unit.head.coordinator.rig import Rig
+from tests.unit.head.coordinator.rig import HELLO, Rig
 from tests.unit.head.studies.test_driver import spec_of
 
 
@@ -127,7 +127,7 @@ async def test_scheduler_does_not_end_as_idle_nor_close_busy_workers_while_a_job
 
 async def test_exception_in_a_report_does_not_reach_dask(rig, caplog):
     rig.survive_defects()
-    rig.say("stranger", m.SupervisorHello(device="cpu", pid=1))
+    rig.say("stranger", m.SupervisorHello(**HELLO))
     assert "handling SupervisorHello of tls://stranger failed: KeyError" in caplog.text
 
 

@@ -141,7 +141,7 @@ def at(kind: type[t.Event], time: float, **values) -> t.Event:
 def formed(time: float, num: int) -> t.Event:
     ranks = [f"w{number}" for number in range(num)]
     values = {"why": "start", "world_size": num, "ranks": ranks, "behind": [], "step": 0}
-    return at(t.GenerationFormed, time, **values)
+    return at(t.GenerationFormed, time, **values, backend="gloo")
 
 
 def saved(time: float, *, stall_s: float = 0.1, slowed_s: float = 0.2) -> t.Event:

@@ -41,16 +41,18 @@ def model_of(
     )
 
 
-def points_of(
-    model: StepTimeModel, at: list[tuple[int, float]], *, has_phases: bool = True
-) -> list[StepPoint]:
+def points_of(model: StepTimeModel, at: list[tuple[int, float]]) -> list[StepPoint]:
     """Return the exact durations at numbers of workers and samples per worker."""
     found = []
     for workers, batch in at:
         predicted = model.predict(workers, batch)
-        exposed = predicted.exposed_s if has_phases else None
         found.append(
-            StepPoint(workers=workers, batch=batch, step_s=predicted.step_s, exposed_s=exposed)
+            StepPoint(
+                workers=workers,
+                batch=batch,
+                step_s=predicted.step_s,
+                exposed_s=predicted.exposed_s,
+            )
         )
     return found
 
@@ -129,16 +131,15 @@ def test_phases_tell_computation_and_exchange_apart_where_only_one_number_of_wor
     )
     at = [(2, 8.0), (2, 32.0)]
 
-    with_phases = fit_step_times(points_of(true, at), LINKS, true.exchange)
-    without = fit_step_times(points_of(true, at, has_phases=False), LINKS, true.exchange)
+    fitted = fit_step_times(points_of(true, at), LINKS, true.exchange)
 
     expected = true.predict(8, 16).step_s
-    assert with_phases.predict(8, 16).step_s == pytest.approx(expected, rel=0.05)
-    assert with_phases.predict(8, 16).error < without.predict(8, 16).error
+    assert fitted.predict(8, 16).step_s == pytest.approx(expected, rel=0.05)
 
 
 def test_what_was_not_measured_is_unknown_and_has_a_large_error() -> None:
-    alone = fit_step_times([StepPoint(workers=1, batch=32, step_s=0.1)], TWO_CORES, GIGABIT)
+    point = StepPoint(workers=1, batch=32, step_s=0.1, exposed_s=0.0)
+    alone = fit_step_times([point], TWO_CORES, GIGABIT)
 
     assert alone.unknown == {"batch", "exchange"}
     assert alone.predict(1, 32).step_s == pytest.approx(0.1, rel=0.02)
@@ -148,7 +149,9 @@ def test_what_was_not_measured_is_unknown_and_has_a_large_error() -> None:
 
 
 def test_unknown_exchange_is_less_certain_than_one_over_a_known_network() -> None:
-    points = [StepPoint(workers=1, batch=batch, step_s=0.002 * batch) for batch in (8, 32)]
+    points = [
+        StepPoint(workers=1, batch=batch, step_s=0.002 * batch, exposed_s=0.0) for batch in (8, 32)
+    ]
 
     guessed = fit_step_times(points, LINKS, replace(GIGABIT, is_known=False))
     known = fit_step_times(points, LINKS, GIGABIT)

@@ -10,25 +10,33 @@ import pytest
 from etrain_jupyter.log import events as t
 from etrain_jupyter.rules.policy.step_time import Placement
 from etrain_jupyter.rules.replay.speed_evidence import SizingView, SpeedEvidence
+from tests.unit.log.spent import NOTHING_ELSE, PLAIN_STEP
 
 VIEW = SizingView(min_workers=1, max_workers=4, placement=Placement(workers_per_machine=1))
 COMMON = {"job_id": "j", "time": 1.0}
 PLAN = t.JobPlanned(
     **COMMON, num_train_samples=1000, num_eval_samples=0, global_batch_size=24, steps_per_epoch=42,
-    total_steps=420, num_parameters=1000, total_samples=10_000,
+    total_steps=420, num_parameters=1000, total_samples=10_000, num_trained_parameters=1000,
 )  # fmt: skip
 
 
 def steps(workers: int, step_s: float, count: int, *, samples: int = 24) -> Iterator[t.Event]:
     yield t.GenerationFormed(
-        **COMMON, why="start", world_size=workers, ranks=[], trainer_pids=[], behind=[], step=0
+        **COMMON,
+        why="start",
+        world_size=workers,
+        ranks=[],
+        trainer_pids=[],
+        behind=[],
+        step=0,
+        backend="gloo",
     )
     for number in range(count):
         # The first steps of a generation are slow.
         seconds = step_s * 5 if number < 3 else step_s
         yield t.StepCompleted(
             **COMMON, step=number, epoch=0, first=0, samples=samples, sample_checksum=0, loss=1.0,
-            lr=0.1, world_size=workers, samples_per_s=samples / seconds, communication_s=0.0,
+            lr=0.1, world_size=workers, samples_per_s=samples / seconds, **PLAIN_STEP,
         )  # fmt: skip
 
 
@@ -72,7 +80,7 @@ def test_progress_follows_the_noise_if_the_batch_grows():
     noise = t.RankTimed(
         **COMMON, worker="w1", rank=0, world_size=2, step=1, num_steps=1, samples=1, elapsed_s=1.0,
         data_s=0.0, compute_s=0.0, communication_s=0.0, optimizer_s=0.0, noise_variance=3.0,
-        noise_square_norm=1.0,
+        noise_square_norm=1.0, **NOTHING_ELSE,
     )  # fmt: skip
     evidence = folded(steps(1, 1.0, 20), plan=growing)
     assert evidence.terms(VIEW).progress is None

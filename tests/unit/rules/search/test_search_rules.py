@@ -20,6 +20,7 @@ from etrain_jupyter.rules.search.verdicts import (
     judge_study,
     num_to_start,
 )
+from tests.unit.log.spent import PLAIN_STEP
 
 COMMON: dict[str, Any] = {"job_id": "t-000", "seq": 0, "time": 0.0, "generation": 1}
 
@@ -110,13 +111,14 @@ def planned(length: int = 100) -> e.JobPlanned:
     return e.JobPlanned(
         **COMMON, num_train_samples=length, num_eval_samples=10, global_batch_size=10,
         steps_per_epoch=length // 10, total_steps=40, total_samples=4 * length,
+        num_parameters=10, num_trained_parameters=10,
     )  # fmt: skip
 
 
 def stepped(step: int, *, epoch: int = 0, first: int = 0) -> e.StepCompleted:
     return e.StepCompleted(
         **COMMON, step=step, epoch=epoch, first=first, samples=10, sample_checksum=0, loss=1.0,
-        lr=0.1, world_size=1, samples_per_s=1.0,
+        lr=0.1, world_size=1, samples_per_s=1.0, **PLAIN_STEP,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from etrain_jupyter.rules.membership.formation import MAX_FAULTS
 from etrain_jupyter.rules.membership.lineage import is_of_job
 from etrain_jupyter.rules.membership.membership import JobState
 from etrain_jupyter.rules.membership.state_machine import handle
+from tests.unit.log.spent import PLAIN_STEP
 from tests.unit.rules.simulated import promises
 from tests.unit.rules.simulated.trainer import (
     BATCH,
@@ -72,6 +73,9 @@ class Job:
             global_batch_size=BATCH,
             steps_per_epoch=3,
             total_steps=TOTAL_STEPS,
+            num_parameters=10,
+            num_trained_parameters=10,
+            total_samples=2 * NUM_SAMPLES + BATCH,
         )
 
     # --- the coordinator's part ---
@@ -253,7 +257,7 @@ class Job:
         return is_newcomer and bool(holders) and events.GenerationReady in map(type, self.log)
 
     def _on_steps(self, _: Trainer, message: Message) -> None:
-        told = {"loss": 1.0, "lr": 0.1, "samples_per_s": 10.0}
+        told = {"loss": 1.0, "lr": 0.1, "samples_per_s": 10.0, **PLAIN_STEP}
         received = [{**record, **told} for record in message["records"]]
         records = self.clock.take(received, after=self.record.logged_step)
         for record in records:

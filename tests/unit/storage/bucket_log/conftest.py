@@ -13,6 +13,7 @@ from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.storage.bucket_log.uploads import Uploads
+from tests.unit.log.spent import PLAIN_STEP
 
 JOB = "digits-0a1b2c3d"
 
@@ -31,6 +32,7 @@ def step(number: int, *, time: float = 1.0) -> Event:
         lr=0.1,
         world_size=2,
         samples_per_s=9.0,
+        **PLAIN_STEP,
     )
 
 

@@ -225,8 +225,8 @@ def test_manifest_of_another_step_or_format_is_refused(store: LocalStore) -> Non
     assert parse_manifest(text, step=7).created == 1.5
     with pytest.raises(CheckpointError, match="step_00000008: its manifest is for step 7"):
         parse_manifest(text, step=8)
-    with pytest.raises(CheckpointError, match="format 2"):
-        parse_manifest(text.replace('"version": 1', '"version": 2'), step=7)
+    with pytest.raises(CheckpointError, match="format 1"):
+        parse_manifest(text.replace('"version": 2', '"version": 1'), step=7)
     with pytest.raises(CheckpointError, match="was modified"):
         parse_manifest(text.replace('"generation": 1', '"generation": 2'), step=7)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,24 +153,6 @@ def test_header_and_scalars_are_next_to_each_other(tmp_path):
     stop = max(entry[2] for entry in scalars)
     assert stop <= first + 10 * 4  # and the vectors of a parameter that is a scalar
     assert {number for _, number in store.read} == set(range(-(-stop // BLOCK_BYTES)))
-
-
-def test_part_from_an_older_version_is_verified_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("etrain_jupyter.storage.checkpoints.blocks.BLOCK_BYTES", BLOCK_BYTES)
-    ranks = trained(2)
-    layout, store = ranks[0].layout, CountingStore(tmp_path)
-    parts = [replace(part, block_bytes=0, blocks=()) for part in write(ranks, store)]
-    [shard] = shards_read(open_files(store, parts, layout), layout, 0, 1)
-    assert not store.read
-    [expected] = divide(ranks, 1)
-    for part in expected.held[0].parts:
-        for name, _ in shard.forms[part.param].vectors if part.param in shard.forms else ():
-            value = expected.held[0].state_of(part)[name]
-            assert torch.equal(shard.vectors[part.param, name], value)
-    path = store.get_part(parts[1])
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    with pytest.raises(CheckpointError, match="was altered"):
-        open_files(store, parts, layout)
 
 
 def test_missing_part_is_reported(tmp_path):

@@ -218,22 +218,3 @@ def test_optimizer_of_other_groups_is_refused():
     part = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with pytest.raises(StateError, match=r"groups of \[2\] tensors, .* \[6\]"):
         put_state(model, part, *take_state(model, whole))
-
-
-def test_state_of_the_first_version_still_loads():
-    model = build()
-    optimizer = make_optimizer("Adam", model)
-    for seed in range(2):
-        step(model, optimizer, seed)
-    packed = optimizer.state_dict()
-    tensors = {f"model.{k}": v.clone() for k, v in model.state_dict().items()}
-    for index, values in packed["state"].items():
-        tensors |= {f"optimizer.{index}.{k}": v.clone() for k, v in values.items()}
-    header = through_json({"param_groups": packed["param_groups"], "scalars": {}})
-
-    newcomer = build()
-    its_optimizer = make_optimizer("Adam", newcomer)
-    put_state(newcomer, its_optimizer, header, tensors)
-    for both in ((model, optimizer), (newcomer, its_optimizer)):
-        step(*both, seed=9)
-    assert digest_of(newcomer) == digest_of(model)

@@ -8,6 +8,7 @@ from typing import Any
 from etrain_jupyter.log import events as t
 from etrain_jupyter.rules.policy.step_time import StepTimeModel
 from tests.unit.insight.logged_jobs import CONFIG, START, LoggedJob, steps_of
+from tests.unit.log.spent import NOTHING_ELSE
 
 NUM_STEPS = 20
 
@@ -69,7 +70,7 @@ def measured_job(
             **common, num_train_samples=total_samples // 10, num_eval_samples=0,
             global_batch_size=first[1], steps_per_epoch=total_samples // 10 // first[1],
             total_steps=total_samples // first[1], num_parameters=num_parameters,
-            total_samples=total_samples, num_trained_parameters=num_trained,
+            total_samples=total_samples, num_trained_parameters=num_trained or num_parameters,
             per_worker_batch_size=first[1] // first[0] if per_worker else 0,
         ),
     ]  # fmt: skip
@@ -85,7 +86,7 @@ def measured_job(
         }
         formed = t.GenerationFormed(
             job_id=job_id, time=now, generation=generation, why="start", world_size=workers,
-            ranks=[f"w{number}" for number in range(workers)], step=step - 1,
+            ranks=[f"w{number}" for number in range(workers)], step=step - 1, backend="gloo",
         )  # fmt: skip
         job.log.extend([formed.with_seq(len(job.log) + 1)])
         job.log.add_block(
@@ -102,9 +103,9 @@ def measured_job(
             world_size=workers, step=step - 1, num_steps=NUM_STEPS, samples=samples * NUM_STEPS,
             elapsed_s=elapsed_s, data_s=0.0, compute_s=phases["compute_s"] * NUM_STEPS,
             communication_s=predicted.exposed_s * NUM_STEPS, optimizer_s=0.0,
-            evaluation_s=evaluation_share * elapsed_s,
             noise_variance=noise[0] if noise else None,
             noise_square_norm=noise[1] if noise else None,
+            **(NOTHING_ELSE | {"evaluation_s": evaluation_share * elapsed_s}),
         )  # fmt: skip
         job.log.extend([timed.with_seq(len(job.log) + 1)])
     return job

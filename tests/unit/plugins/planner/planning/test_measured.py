@@ -9,7 +9,6 @@ import pytest
 
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.plugins.planner.planning.measured import Hardware, read_measured
-from tests.unit.insight.logged_jobs import logged_job
 from tests.unit.plugins.planner.planning.measured_jobs import NUM_STEPS, measured_job
 from tests.unit.plugins.planner.planning.models import CPU
 
@@ -82,17 +81,6 @@ def test_smaller_last_steps_of_epochs_are_no_points() -> None:
     assert point.batch == 32
 
 
-def test_log_without_phases_has_points_without_an_exposed_exchange() -> None:
-    job = measured_job(CPU, [(2, 64)])
-    columns = job.history()
-    for name in ("compute_s", "communication_s", "optimizer_s"):
-        columns[name] = [0.0] * len(columns["step"])
-
-    [[point]] = read_measured(SlowStart(job, columns)).points.values()
-
-    assert point.exposed_s is None
-
-
 def test_evaluations_are_a_share_of_the_time() -> None:
     assert read_measured(
         measured_job(CPU, [(1, 64)], evaluation_share=0.25)
@@ -130,10 +118,3 @@ def test_job_without_steps_is_refused_with_what_to_do() -> None:
         read_measured(job)
 
     assert "%etrain scale 2" in "\n".join(e.value.render())
-
-
-def test_log_of_an_older_version_without_generations_can_be_read() -> None:
-    measured = read_measured(logged_job("old", workers=2, samples_per_s=100, batch=50))
-
-    [[point]] = measured.points.values()
-    assert (point.workers, point.batch, point.step_s) == (2, 25, pytest.approx(0.5))
