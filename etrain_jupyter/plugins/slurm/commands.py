@@ -25,7 +25,7 @@ ENDING = frozenset({"CG"})
 """Its processes have got SIGTERM, and some may still run."""
 LISTED = "%i|%j|%t|%L|%M|%N|%r"
 """Id, name, state, time left, time used, nodes and reason of a job."""
-JOB_ID = re.compile(r"\d{1,19}[\w\[\],%-]*")
+JOB_ID = re.compile(r"[0-9]{1,19}(?:[_+][\w\[\],%+-]{1,100})?", re.ASCII)
 """Pattern of job ids; the second part is that of an array or of a heterogeneous job."""
 TRANSIENT = re.compile(
     r"timed out|unable to contact|temporarily|try again|connection|communication|submit limit",

@@ -152,6 +152,9 @@ OWN = b"17|slurm-a-1.w1|R|59:00|1:00|n1|None\n"
         pytest.param(b"18|M\xfcller|R|59:00|1:00|n1|None\n" + OWN, ["17"], id="not UTF-8"),
         pytest.param(b"--user=root|slurm-a-1.w1|R|1:00|1:00|n|None\n", [], id="id is an option"),
         pytest.param(b"17_[1-3%2]|slurm-a-1.w1|R|1:00|1:00|n|None\n", ["17_[1-3%2]"], id="array"),
+        pytest.param(b"17+1|slurm-a-1.w1|R|1:00|1:00|n|None\n", ["17+1"], id="heterogeneous"),
+        pytest.param(OWN.replace(b"17", b"7" * 6000) + OWN, ["17"], id="id of 6,000 digits"),
+        pytest.param(OWN.replace(b"17", b"17_" + b"7" * 6000), [], id="task of 6,000 digits"),
         pytest.param(OWN.replace(b"59:00", b"9" * 6000 + b":00"), ["17"], id="6,000 digits"),
     ],
 )
