@@ -80,7 +80,16 @@ def main() -> None:
         return
     _limit_threads(arguments.device)
     scratch = (arguments.local_directory or site.scratch) / f"{site.path.name}-{arguments.name}"
-    make_private(scratch)
+    try:
+        make_private(scratch)
+    except OSError as exc:
+        logger.error(
+            "the scratch folder %s cannot be used: %s. The worker exits. Remove this folder, or "
+            "write another local_directory: PATH in pools.yaml",
+            scratch,
+            exc.strerror,
+        )
+        raise SystemExit(1) from None
     os.environ["ETRAIN_SIGTERM"] = "ignore"  # read by the trainers
     _hold_stdin_open()
     run_worker(

@@ -75,6 +75,30 @@ def test_requeued_job_ends_because_names_are_not_reused(
     assert ran == []
 
 
+@pytest.mark.parametrize("plant", ["open", "link"])
+def test_scratch_folder_that_another_user_may_have_prepared_ends_the_worker_with_the_remedy(
+    site: Site, ran: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], plant: str
+) -> None:
+    site.publish("tls://127.0.0.1:9", num_lives=1)
+    site.scratch.mkdir(exist_ok=True)
+    scratch = site.scratch / f"{site.path.name}-w1"
+    if plant == "link":
+        scratch.symlink_to(site.path)
+    else:
+        scratch.mkdir()
+        scratch.chmod(0o777)
+
+    with pytest.raises(SystemExit) as ended:
+        job_worker.main()
+
+    assert (ended.value.code, ran) == (1, [])
+    assert capsys.readouterr().err.endswith(
+        f"the scratch folder {scratch} cannot be used: another user may have prepared it: it is "
+        "not a folder of this user alone. The worker exits. Remove this folder, or write another "
+        "local_directory: PATH in pools.yaml\n"
+    )
+
+
 def test_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     for name in ("ca.pem", "worker.pem", "worker.key"):
         (tmp_path / name).write_text("text")
