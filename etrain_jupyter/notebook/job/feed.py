@@ -64,6 +64,7 @@ class EventFeed:
         link: Connection to its cluster; None if the cluster has ended.
         fold: Called first with every batch, before the listeners.
         refresh: Updates ``log_path`` if it is a copy; called before it is read.
+        is_copy: True if ``log_path`` is a copy, which may lack events that the coordinator sends.
 
     Attributes:
         caught_up: Set once all events from before the start of the feed are folded. If the
@@ -81,6 +82,7 @@ class EventFeed:
         fold: Listener,
         *,
         refresh: Callable[[], object] = lambda: None,
+        is_copy: bool = False,
     ) -> None:
         self.job_id = job_id
         self.caught_up = threading.Event()
@@ -91,7 +93,7 @@ class EventFeed:
         self.num_listener_errors = 0
         self.last_listener_error: Exception | None = None
         self._log_path, self._link, self._fold = log_path, link, fold
-        self._refresh = refresh
+        self._refresh, self._is_copy = refresh, is_copy
         self._events = Events()
         self._status: JobStatusChanged | None = None
         self._unlogged: list[Event] = []
@@ -201,7 +203,7 @@ class EventFeed:
     def _work(self) -> None:
         """Follow the job, then serve late subscribers until none is left."""
         # The thread of a running job:
-        #   read the log         -> caught_up, if there is a log on this machine
+        #   read the log         -> caught_up, if the coordinator's log is on this machine
         #   first request        -> returns at once with the rest of the history -> responded
         #   long polls of 10 s   -> each returns as soon as there are new events
         #   terminal status      -> ended; for 2 s more, poll for late output of the workers
@@ -214,8 +216,9 @@ class EventFeed:
         self._is_over = self._is_over or self._is_terminal
         if self._link is None and not self._is_over:
             self._lose("its cluster has ended")
-        if self._log_path.exists():
-            # The coordinator writes each event to the log before it sends it to a client.
+        if self._log_path.exists() and not self._is_copy:
+            # The coordinator writes each event to the log before it sends it to a client. It
+            # uploads events to a bucket later, so a copy may lack the newest ones.
             self.caught_up.set()
         while True:
             self._follow()

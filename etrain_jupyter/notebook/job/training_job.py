@@ -98,6 +98,7 @@ class TrainingJob(JobRequests):
             self._link,
             self._view.add,
             refresh=lambda: try_refresh_log(record),
+            is_copy=bool(record.place),
         )
 
     def follow_again(self, record: RunRecord, link: JobLink | None) -> None:

@@ -139,6 +139,24 @@ def test_without_a_readable_log_everything_comes_from_the_coordinator(tmp_path: 
     assert link.asked_since[0] == 0
 
 
+def test_copy_of_a_log_is_complete_only_after_the_response_of_the_coordinator(
+    log: EventLog,
+) -> None:
+    log.append([line(0)])
+    link, recorder = FakeLink(), Recorder()
+    feed = EventFeed("j", log.path, link, recorder, is_copy=True)
+    feed.start()
+    _, response = link.questions.get(timeout=5)
+
+    assert recorder.seqs == [1]
+    assert not feed.caught_up.is_set()
+    response.set_result(batch(line(2)))
+
+    assert feed.wait_until_caught_up(5)
+    assert recorder.seqs == [1, 2]
+    feed.close()
+
+
 def test_duplicates_are_dropped_and_a_gap_is_requested_again(tmp_path: Path) -> None:
     link = FakeLink([line(1), line(2)], [line(2), line(3), line(5)], [line(4), line(5), end(6)], [])
 
