@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from pathlib import Path
+from typing import NamedTuple
 
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 """Pattern of job ids, which are used as a path component and as a word on a command line.
@@ -124,6 +125,33 @@ def is_private_folder(path: Path) -> bool:
         return False
     is_closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and is_closed
+
+
+class FolderState(NamedTuple):
+    """Identity of a folder, and what determines who can write to it."""
+
+    inode: int
+    writers: frozenset[str]
+    """Its owner, and whether it is a link or writable by the group or by others."""
+
+    def may_be_planted(self, before: FolderState) -> bool:
+        """Return True if another user may have put this folder in the place of ``before``."""
+        # Compare with ``before``, because some disks show every folder as writable by others, or
+        # change the inode of a folder that was not replaced.
+        return self.inode != before.inode and not self.writers <= before.writers
+
+
+def folder_state(path: Path) -> FolderState | None:
+    """Return the state of a folder, or of a link to one; None if it does not exist."""
+    try:
+        status = path.lstat()
+    except (OSError, ValueError):  # ValueError: a null character in another user's record
+        return None
+    bits = {"group": stat.S_IWGRP, "others": stat.S_IWOTH}
+    writers = {who for who, bit in bits.items() if status.st_mode & bit}
+    if stat.S_ISLNK(status.st_mode):
+        writers = {"link"}
+    return FolderState(status.st_ino, frozenset({f"owner {status.st_uid}", *writers}))
 
 
 def without_link(folder: Path) -> Path:

@@ -36,7 +36,7 @@ from etrain_jupyter.storage.checkpoints.manifest import (
     step_of_manifest,
 )
 from etrain_jupyter.storage.checkpoints.retention import choose_folders_to_remove
-from etrain_jupyter.untrusted import open_regular, read_regular
+from etrain_jupyter.untrusted import folder_state, open_regular, read_regular
 
 _MAX_MANIFEST_BYTES = 64_000_000
 
@@ -55,6 +55,7 @@ class LocalStore:
     def __init__(self, root: str | os.PathLike[str], *, block_bytes: int = BLOCK_BYTES) -> None:
         self.root = Path(root).absolute()
         self._block_bytes = block_bytes
+        self._state = folder_state(self.root)
 
     def __repr__(self) -> str:
         return f"LocalStore({str(self.root)!r})"
@@ -66,6 +67,11 @@ class LocalStore:
         """Return the key of a new, empty folder for the parts of this step."""
         attempt = 0
         with self._as_checkpoint_error(f"{step_name(step)} cannot be started"):
+            if (
+                self._state is not None
+            ):  # a folder that was deleted is private when it is created again
+                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_root()
             (self.root / PARTS_FOLDER).mkdir(parents=True, exist_ok=True)
             self._refuse_links()
             while True:
@@ -92,6 +98,7 @@ class LocalStore:
         """Write one part to a temporary file, sync it, read it back, and rename it."""
         key = f"{folder}/{name}"
         path = self._path_of(key)
+        self._check_root()
         temporary = path.with_name(f".{name}.{secrets.token_hex(4)}")
         with self._as_checkpoint_error(f"{key} cannot be written"), removed_on_failure(temporary):
             # This check need not be atomic: the folder belongs to one attempt, in which each rank
@@ -111,6 +118,7 @@ class LocalStore:
     def commit(self, manifest: Manifest) -> bool:
         """Write the manifest if the step has none."""
         name = step_name(manifest.step)
+        self._check_root()
         for part in manifest.parts.values():
             self._check_exists(part)
         path = self.root / manifest_key(manifest.step)
@@ -165,6 +173,7 @@ class LocalStore:
 
     def prune(self, keep_steps: Collection[int]) -> list[str]:
         """Delete other checkpoints, manifests first, and leftovers before the newest kept one."""
+        self._check_root()
         self._refuse_links()
         listed = self.list_steps()
         kept = [step for step in listed if step in keep_steps]
@@ -192,6 +201,18 @@ class LocalStore:
             step = step_of_folder(name[1:].rpartition(".")[0]) if name.startswith(".") else None
             if step is not None and step < before:
                 (self.root / MANIFESTS_FOLDER / name).unlink(missing_ok=True)
+
+    def _check_root(self) -> None:
+        """Refuse a folder that another user may have put in the place of the store's."""
+        # A user who can write to the run store can rename the job's folder, which is private, and
+        # put one there in which the checkpoints could be read.
+        now = folder_state(self.root)
+        if now is not None and self._state is not None and now.may_be_planted(self._state):
+            raise CheckpointError(
+                f"{self.root} was replaced, and another user may have prepared the new folder: "
+                "nothing was written or deleted there. Remove or rename it"
+            )
+        self._state = self._state or now
 
     def _refuse_links(self) -> None:
         # Through a link, writing and pruning would act on files elsewhere, which may not be ours.

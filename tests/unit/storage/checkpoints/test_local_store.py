@@ -7,9 +7,11 @@ import hashlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,48 @@ def test_layout_is_the_documented_one(store: LocalStore) -> None:
         "manifests/step_00001200.json",
     }
     assert manifest_key(1200) == "manifests/step_00001200.json"
+
+
+@pytest.mark.parametrize("plant", ["link", "open"])
+def test_folder_that_another_user_may_have_replaced_gets_no_checkpoint(
+    tmp_path: Path, plant: str
+) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    store = LocalStore(tmp_path / "run")
+    manifest = save(store, 100)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    planted = tmp_path / "planted"
+    (planted / "checkpoints" / "step_00000100").mkdir(parents=True)
+    if plant == "link":
+        (tmp_path / "run").symlink_to(planted)
+    else:
+        planted.chmod(0o777)
+        planted.rename(tmp_path / "run")
+
+    writes: list[Callable[[], object]] = [
+        lambda: store.begin(200),
+        lambda: store.put_part("checkpoints/step_00000100", "other", b"weights"),
+        lambda: store.commit(manifest),
+        lambda: store.prune([]),
+    ]
+    for write in writes:
+        with pytest.raises(CheckpointError, match="was replaced, and another user may have"):
+            write()
+
+    found = sorted(path.name for path in (tmp_path / "run").rglob("*"))
+    assert found == ["checkpoints", "step_00000100"]
+    # Once it is removed, checkpoints are written again, and only this user can read them.
+    (tmp_path / "run").rename(tmp_path / "removed")
+    assert store.commit(save(store, 200))
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
+def test_folder_that_the_user_opens_to_others_keeps_getting_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    store = LocalStore(tmp_path / "run")
+    (tmp_path / "run").chmod(0o775)
+
+    assert store.commit(save(store, 100))
 
 
 def test_listing_does_not_create_the_folder(store: LocalStore) -> None:
