@@ -130,6 +130,9 @@ _GPU = "a worker trains on one GPU if its machine has one: use 'workers: {max: N
 _EVERY = "use 'eval: {every: 500 steps}' or 'eval: {every: 1 epoch}'"
 _DECAY = "use 'schedule: {warmup: 500 steps, decay: cosine}'; decay is none, linear or cosine"
 _TO = "use 'checkpoint: {to: FOLDER}'"
+_SMOOTHING = (
+    "use 'loss: \"lambda output, target: F.cross_entropy(%s, target, label_smoothing=0.1)\"'"
+)
 _PRECISION = "use 'precision: bf16' or 'precision: fp16'"
 
 # Keys of Determined, PyTorch Lightning, Hugging Face's Trainer and similar systems. The keys of an
@@ -206,6 +209,20 @@ _ANSWERS: dict[str, str] = {
     "remove the line",
     "compute_metrics": "use 'metrics: {accuracy: function}' with (output, target), or 'eval: "
     "{predict: function, score: function}' for scores of the whole set",
+    "callbacks callback": "callbacks are not supported: use 'early_stopping', 'checkpoint: {best: "
+    "...}', 'log: {to: ...}' or 'eval: {predict: function, score: function}'",
+    "max_time max_time_s time_limit": "the length of a job is counted in 'epochs: N' or 'steps: "
+    "N'; %etrain stop ends it earlier and saves a checkpoint",
+    "drop_last dataloader_drop_last data.drop_last": "each epoch trains every sample exactly once, "
+    "so its last batch may be smaller: remove the line",
+    "pin_memory dataloader_pin_memory data.pin_memory": "batches for a GPU are pinned without a "
+    "key: remove the line",
+    "label_smoothing": _SMOOTHING % "output",
+    "label_smoothing_factor": _SMOOTHING % "output.logits",
+    "push_to_hub": "after the job, upload the weights with "
+    "job.load_into(model).push_to_hub('USER/NAME')",
+    "remove_unused_columns": "the model gets the columns that its forward accepts: remove the "
+    "line, and other columns with train_set.remove_columns([...])",
     "report_to logger loggers": "use 'log: {to: wandb}', 'log: {to: mlflow}' or 'log: "
     "{tensorboard: true}'",
     "torch_compile": "use 'compile: true'",

@@ -342,6 +342,13 @@ def test_hints_for_keys_of_other_systems_hide_no_key_of_ours() -> None:
         "dataloader_num_workers",
         "gradient_checkpointing",
         "resume_from_checkpoint",
+        "callbacks",
+        "max_time",
+        "drop_last",
+        "pin_memory",
+        "label_smoothing_factor",
+        "push_to_hub",
+        "remove_unused_columns",
     ],
 )
 def test_error_for_a_key_of_another_system_suggests_ours(key: str) -> None:
