@@ -22,6 +22,7 @@ from etrain_jupyter.rules.membership.stimuli import NO_PROGRESS
 from etrain_jupyter.storage.checkpoints import open_store
 from etrain_jupyter.trainer.control.error_origin import (
     HINT_FOR_HUB,
+    HINT_WITHOUT_GPU,
     code_of_pass,
     device_error_in,
     hint_for_device,
@@ -29,6 +30,7 @@ from etrain_jupyter.trainer.control.error_origin import (
     is_hub_unreachable,
     is_of_machine,
     is_our_defect,
+    needs_missing_gpu,
 )
 from etrain_jupyter.trainer.control.faults import FaultInjector
 from etrain_jupyter.trainer.control.reporter import Reporter
@@ -778,6 +780,8 @@ class Trainer:
             summary = f"{type(exc).__name__}: {exc}".partition("\n")[0].rstrip(": ")
             if is_out_of_memory(exc):
                 summary += f"; {hint_for_memory(self._config)}"
+            if needs_missing_gpu(exc):
+                summary = f"{summary.rstrip('.')}. {HINT_WITHOUT_GPU}"
             if is_hub_unreachable(exc):
                 summary = f"{summary.rstrip('.')}. {HINT_FOR_HUB}"
             text = self._bundle.format_user_traceback(exc) if self._bundle is not None else ""

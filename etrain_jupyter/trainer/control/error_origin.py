@@ -6,6 +6,7 @@ would: the other ranks continue, and the job fails only if the bug recurs in the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType
@@ -83,6 +84,13 @@ _OUT_OF_RANGE = (
 )
 
 
+HINT_WITHOUT_GPU = (
+    "This worker has no GPU. Remove .to('cuda') and .cuda() from the code: each worker moves the "
+    "model and the batches to its own device"
+)
+"""Remedy for code that uses CUDA on a worker without a GPU."""
+
+
 def chain_of(exc: BaseException) -> Iterator[BaseException]:
     """Yield an exception and its causes, newest first."""
     # User code may create a cycle with ``raise ... from``.
@@ -134,6 +142,15 @@ def is_hub_unreachable(exc: BaseException) -> bool:
         and type(link).__module__.partition(".")[0] == "huggingface_hub"
         for link in chain_of(exc)
     )
+
+
+def needs_missing_gpu(exc: BaseException) -> bool:
+    """Return True if the notebook's code has used CUDA on a worker that should have no GPU."""
+    texts = ["Torch not compiled with CUDA enabled", "Found no NVIDIA driver"]
+    # Without this variable, the GPU may have been lost, which is an error of the machine.
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        texts.append("No CUDA GPUs are available")
+    return any(text in str(link) for link in chain_of(exc) for text in texts)
 
 
 def device_error_in(exc: BaseException) -> BaseException | None:
@@ -212,6 +229,8 @@ def code_of_pass(functions: Iterable[Any], cells: Mapping[str, CellSource]) -> s
 
 def _is_device_error(exc: BaseException) -> bool:
     if not isinstance(exc, RuntimeError) or isinstance(exc, torch.OutOfMemoryError):
+        return False
+    if needs_missing_gpu(exc):
         return False
     text = str(exc)
     if any(words in text for words in _NOT_STICKY):

@@ -263,3 +263,26 @@ def test_code_of_a_pass_without_functions_of_the_user_is_the_line_of_the_cell():
     cells = {"<etrain loss>": CellSource(label="loss of the cell", text="F.cross_entropy")}
     functions = [torch.nn.functional.cross_entropy, torch.nn.Linear.forward]
     assert code_of_pass(functions, cells) == "  loss of the cell: F.cross_entropy"
+
+
+@pytest.mark.parametrize(
+    ("error", "visible"),
+    [
+        ("AssertionError('Torch not compiled with CUDA enabled')", "0"),
+        ("RuntimeError('Found no NVIDIA driver on your system. Please check ...')", "0"),
+        ("RuntimeError('No CUDA GPUs are available')", ""),
+    ],
+)
+def test_cuda_on_a_worker_without_a_gpu_fails_the_job_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, visible: str
+) -> None:
+    # Raised here, because the message depends on how torch was built.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    cell = CELL.replace("self.layer = nn.Linear(4, 3)", f"raise {error}")
+    rig = TrainerRig(tmp_path, cell=cell).start()
+
+    told = rig.wait_for(m.UserCodeFailed)
+
+    rig.close()
+    assert "This worker has no GPU. Remove .to('cuda') and .cuda() from the code" in told.error
+    assert "Cell In[3], line" in told.traceback
