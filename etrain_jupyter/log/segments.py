@@ -157,8 +157,10 @@ def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]
     path.parent.mkdir(exist_ok=True)
     _remove_abandoned(path.parent)
     hidden = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
+    hidden.unlink(missing_ok=True)  # left by an earlier process with this PID
     try:
-        with hidden.open("wb") as file:
+        # Exclusive: never through a link that another user has planted in a replaced run folder.
+        with hidden.open("xb") as file:
             np.savez(file, **_arrays_of(block, place))
             file.flush()
             os.fsync(file.fileno())

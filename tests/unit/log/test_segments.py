@@ -423,6 +423,20 @@ def watch(patch: pytest.MonkeyPatch, owner: Any, name: str, happened: list[str])
     patch.setattr(owner, name, call)
 
 
+def test_segment_is_not_written_through_a_planted_link(path: Path, tmp_path: Path) -> None:
+    # The folder may be another user's, if the run folder was replaced while its job was running.
+    write(path, steps(FEW))
+    precious = tmp_path / "precious"
+    precious.write_text("text")
+    folder = segments_of(path)
+    folder.mkdir()
+    (folder / f".000000000001-{FEW:012d}.{os.getpid()}.tmp").symlink_to(precious)
+
+    assert compact(path) == 1
+
+    assert precious.read_text() == "text"
+
+
 def test_growing_log_is_compacted_once_per_segment() -> None:
     started: list[Path] = []
     compactor = Compactor(Path("run/events.jsonl"), started.append)
