@@ -116,6 +116,16 @@ def read_regular(
     return data
 
 
+def create_file(path: Path) -> io.BufferedWriter:
+    """Create a file where others may write; a link or file of that name is removed, not followed.
+
+    Raises:
+        OSError: If it cannot be created.
+    """
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
 def is_private_folder(path: Path) -> bool:
     """Return True if this user owns the folder and no other user can write to it."""
     try:

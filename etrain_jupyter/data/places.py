@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from etrain_jupyter.config.store_url import S3, split_s3_url
 from etrain_jupyter.errors import ShardError, StoreError
+from etrain_jupyter.untrusted import create_file
 
 if TYPE_CHECKING:
     from etrain_jupyter.storage.objects.s3_bucket import Bucket
@@ -223,7 +224,7 @@ class FolderPlace:
         # Named after the source, because several processes may write the same file.
         partial = target.with_name(f".{target.name}.{source.name}.partial")
         target.parent.mkdir(parents=True, exist_ok=True)
-        with source.open("rb") as read, partial.open("wb") as written:
+        with source.open("rb") as read, create_file(partial) as written:
             while piece := read.read(1 << 20):
                 written.write(piece)
             written.flush()
@@ -235,7 +236,7 @@ class FolderPlace:
         self._folder.mkdir(parents=True, exist_ok=True)
         target = self._folder / name
         partial = target.with_name(f".{name}.{os.getpid()}.partial")
-        with partial.open("wb") as file:
+        with create_file(partial) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -30,7 +30,7 @@ from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.log.blocks import Block, Events, pack, step_columns
 from etrain_jupyter.log.event_log import LogReader, parse_lines
 from etrain_jupyter.log.events import Event, StepCompleted
-from etrain_jupyter.untrusted import open_regular
+from etrain_jupyter.untrusted import create_file, open_regular
 
 EVENTS_PER_SEGMENT = 20_000
 """The part of a log after its last segment is shorter than a segment, so it is read in a few tenths
@@ -157,10 +157,8 @@ def _write(path: Path, block: Block, place: SegmentLocation, events: list[Event]
     path.parent.mkdir(exist_ok=True)
     _remove_abandoned(path.parent)
     hidden = path.with_name(f".{path.stem}.{os.getpid()}.tmp")
-    hidden.unlink(missing_ok=True)  # left by an earlier process with this PID
     try:
-        # Exclusive: never through a link that another user has planted in a replaced run folder.
-        with hidden.open("xb") as file:
+        with create_file(hidden) as file:
             np.savez(file, **_arrays_of(block, place))
             file.flush()
             os.fsync(file.fileno())

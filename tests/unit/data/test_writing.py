@@ -371,6 +371,20 @@ def test_lock_that_is_a_link_is_not_opened(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
+@pytest.mark.parametrize(
+    "name", [".part-00000.arrow.file.partial", f".shards.json.{os.getpid()}.partial"]
+)
+def test_files_of_a_set_are_not_written_through_a_planted_link(tmp_path: Path, name: str) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "writing.json").write_text("{}")  # as after an interruption
+    (tmp_path / "thesis.txt").write_text("precious")
+    (tmp_path / "set" / name).symlink_to(tmp_path / "thesis.txt")
+
+    assert len(write(table(), tmp_path / "set")) == len(table())
+
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
 @pytest.mark.parametrize("plant", ["link", "open", "other"])
 def test_folder_that_another_user_may_have_prepared_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: str
