@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from etrain_jupyter.errors import ConfigError
+from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.jobs.job_log import describe_refusal, remedy_of
 from etrain_jupyter.head.studies.optuna_study import OptunaStudy, StoredTrial
 from etrain_jupyter.head.studies.study_spec import StudySpec
@@ -85,7 +86,8 @@ class StudyDriver:
         self._by_job: dict[str, Trial] = {}
         self._news: list[tuple[Trial, TrialEvaluation]] = []
         self._changed = asyncio.Event()
-        self._began_at = spec.created or time.time()
+        # A clock that is set while the study runs must not use up its time budget.
+        self._began_at = clock.from_wall(spec.created) if spec.created else clock.now()
         # One thread, so that Optuna's calls happen one at a time and never block the event loop.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="etrain-optuna")
         self._optuna: OptunaStudy | None = None
@@ -236,7 +238,7 @@ class StudyDriver:
             states=tuple(states),
             num_trials=self.spec.num_trials,
             samples=sum(trial.num_samples for trial in trials),
-            elapsed_s=time.time() - self._began_at,
+            elapsed_s=clock.now() - self._began_at,
             usd=sum(trial.progress.usd for trial in trials),
             last_failure=failures[-1] if failures else "",
         )

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,6 +227,22 @@ def test_restarted_scheduler_runs_no_trial_twice_and_loses_none(tmp_path: Path) 
     trials = OptunaStudy(spec).trials()
     assert [t.number for t in trials] == [0, 1, 2, 3]
     assert len({order.job_id for order in host.orders}) == len(host.orders) == 4
+    assert all(t.state in ("COMPLETE", "PRUNED") for t in trials)
+
+
+def test_clock_that_is_set_forward_does_not_use_up_the_time_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time
+
+    def jump(width: int, epoch: int) -> float:
+        if epoch == 2:
+            monkeypatch.setattr(time, "time", lambda: now() + 26 * 3600)
+        return float(width)
+
+    trials = run(spec_of(tmp_path, more="  budget: {time: 1 h}\n"), Host(jump)).trials()
+
+    assert [t.number for t in trials] == [0, 1, 2, 3]
     assert all(t.state in ("COMPLETE", "PRUNED") for t in trials)
 
 
