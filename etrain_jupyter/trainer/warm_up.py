@@ -94,7 +94,7 @@ class WarmUp:
         self._order = order
         self._send = send
         self._beat = beat
-        self._buffers = RunningBuffers(workload.model.buffers())
+        self._buffers = RunningBuffers.of(workload.model)
         self._before = self._buffers.copy()
         self._is_first = is_first
         self._is_tried = False

@@ -236,6 +236,14 @@ class Carrying(nn.Module):
         return out
 
 
-def test_buffers_that_carry_a_state_are_named_once() -> None:
-    [warning] = warnings_of(names={"model": Carrying})
+class Assigning(Carrying):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm(self.layer(x)) + self.hidden
+        self.hidden = out.detach().mean(0)
+        return out
+
+
+@pytest.mark.parametrize("model", [Carrying, Assigning])
+def test_buffers_that_carry_a_state_are_named_once(model: type[nn.Module]) -> None:
+    [warning] = warnings_of(names={"model": model})
     assert warning.startswith("a forward pass changes the buffer hidden. In each step, the changes")
