@@ -70,6 +70,7 @@ class EventFeed:
         caught_up: Set once all events from before the start of the feed are folded. If the
             coordinator cannot be reached, set once the available events are folded.
         ended: Set once the job is terminal or lost.
+        is_reading: True while the log on this machine is read and its events are folded.
         lost: Why the job counts as lost; empty otherwise.
         num_listener_errors: Number of listener calls that raised; they are not retried.
     """
@@ -87,6 +88,7 @@ class EventFeed:
         self.job_id = job_id
         self.caught_up = threading.Event()
         self.ended = threading.Event()
+        self.is_reading = False
         self._responded = threading.Event()
         """Set after a response, after an outage was reported, or after a wait has timed out."""
         self.lost = ""
@@ -210,7 +212,7 @@ class EventFeed:
         #   inbox empty          -> the thread ends; a late subscriber starts another one
         # Hence the events are not empty if a late subscriber started this thread.
         if not self._events:
-            self._take(self._read_log())
+            self._take_log()
         # If the log already contained the job's end when the feed started, no further events can
         # arrive.
         self._is_over = self._is_over or self._is_terminal
@@ -335,7 +337,7 @@ class EventFeed:
         if self._contact.trouble and self._log_has_grown():
             # The coordinator may be unreachable from here and still write to a shared folder or to
             # the bucket, up to the end of the job.
-            self._take(self._read_log())
+            self._take_log()
         if self._contact.trouble and self._is_terminal:
             self._is_over, self._contact.trouble, self._unlogged = True, "", []
         elif is_first_report:
@@ -346,7 +348,7 @@ class EventFeed:
 
     def _lose(self, why: str) -> None:
         """Read the rest of the log; if it lacks the job's end, mark the job as lost."""
-        self._take(self._read_log())
+        self._take_log()
         self._is_over = True
         self._contact.trouble, self._unlogged = "", []
         if not self._is_terminal:
@@ -391,9 +393,17 @@ class EventFeed:
             return False
         return self._log_size != before
 
+    def _take_log(self) -> None:
+        """Take the events of the log that are not known yet."""
+        self._refresh()
+        self.is_reading = True
+        try:
+            self._take(self._read_log())
+        finally:
+            self.is_reading = False
+
     def _read_log(self) -> Events:
         """Return the events of the log that are not known yet; empty if it is unreadable."""
-        self._refresh()
         try:
             return read_log(self._log_path, since=self._last_seq())
         except (OSError, EtrainError):

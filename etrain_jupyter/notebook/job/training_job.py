@@ -69,8 +69,8 @@ class TrainingJob(JobRequests):
     The object follows the job's events starting with the first access. ``await job`` and
     ``job.wait()`` wait until the job has ended. A property such as ``job.step`` returns the last
     known value: it waits for the history for at most ``GLANCE_S``, and then reads the end of the
-    log on this machine. A method that needs the whole history waits for the job's folder, cluster
-    or bucket for at most ``CATCH_UP_S``.
+    log on this machine. A method that needs the whole history waits for the cluster or the bucket
+    for at most ``CATCH_UP_S``, and until the log on this machine has been read.
 
     Args:
         record: The job's record in the run store.
@@ -646,7 +646,10 @@ class TrainingJob(JobRequests):
 
     def _latest(self) -> LatestValues:
         self._feed.start()
-        self._feed.wait_until_caught_up(CATCH_UP_S)
+        # A log of a million steps takes longer. Without its events, the job would seem to have
+        # neither steps nor checkpoints.
+        while not self._feed.wait_until_caught_up(CATCH_UP_S) and self._feed.is_reading:
+            pass
         return self._view
 
     def _glance(self) -> LatestValues:

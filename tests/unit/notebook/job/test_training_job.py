@@ -5,6 +5,7 @@ import dataclasses
 import json
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from etrain_jupyter.errors import (
     JobLostError,
     PoolError,
 )
+from etrain_jupyter.log.blocks import Events
 from etrain_jupyter.log.events import (
     BestReached,
     CheckpointCommitted,
@@ -33,6 +35,7 @@ from etrain_jupyter.log.events import (
     WarmUpReached,
     WorkerJoined,
 )
+from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job import interrupts, training_job
 from etrain_jupyter.notebook.job.link import NoAnswerError
 from etrain_jupyter.notebook.job.training_job import TrainingJob
@@ -646,6 +649,21 @@ def test_property_returns_the_logged_value_while_its_bucket_does_not_respond(
     assert not has_waited.is_set(), "the properties waited for the bucket"
     answers.set()
     assert values[:4] == (4, 2, "running", "")
+
+
+def test_method_waits_until_a_long_log_on_this_machine_has_been_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_job, "CATCH_UP_S", 0.02)
+
+    def read_slowly(path: Path, *, since: int = 0) -> Events:
+        time.sleep(0.3)
+        return read_log(path, since=since)
+
+    monkeypatch.setattr("etrain_jupyter.notebook.job.feed.read_log", read_slowly)
+    job = make_job(tmp_path, None, status("running"), formed(world_size=2), status("finished"))
+
+    assert [event.seq for event in job.events()] == [1, 2, 3, 4]
 
 
 # --- waiting for a condition ---
