@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from etrain_jupyter.display.numbers import duration
+from etrain_jupyter.display.tables import data_frame
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.insight.figures import plot_runs
-from etrain_jupyter.insight.formatting import duration
 from etrain_jupyter.insight.measures import MAX_OUTSIDE, divide
 from etrain_jupyter.insight.page import render_cell, render_page
 from etrain_jupyter.insight.runs import Axis, Job, Run, Task, check_axis, config_by_key, read_run
-from etrain_jupyter.insight.table import data_frame, render_differences, render_text
+from etrain_jupyter.insight.table import render_differences, render_text
 from etrain_jupyter.untrusted import plain_text
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from etrain_jupyter.display.charts import Curve
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.measures import Floats, to_floats
 from etrain_jupyter.insight.runs import AXES, Axis, Run
@@ -19,19 +20,6 @@ STEPPED = ("world_size",)
 """Columns whose value holds until the next step, so that a mean of two values has no meaning."""
 NAMES = {"world_size": "workers", "lr": "learning rate", "samples_per_s": "samples/s"}
 """Names of columns in charts; the prefix ``eval_`` becomes a word."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """Values of one column for one job."""
-
-    index: int
-    """Position of the job in the comparison, which determines its color."""
-    label: str
-    x: Floats
-    """Positions on the axis, shape ``(n,)``."""
-    y: Floats
-    """Values, finite, shape ``(n,)``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from etrain_jupyter.display.charts import COLORS
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.curves import (
     MAX_VALUE,
@@ -22,7 +23,6 @@ from etrain_jupyter.insight.curves import (
 from etrain_jupyter.insight.measures import Floats, to_floats
 from etrain_jupyter.insight.runs import Axis, Job, Run, check_axis, read_run
 from etrain_jupyter.insight.scaling import ScalingPoints, scaling_points
-from etrain_jupyter.insight.svg import COLORS
 from etrain_jupyter.log.columns import STEP_COLUMNS
 from etrain_jupyter.log.events import (
     Event,

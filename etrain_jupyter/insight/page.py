@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape
 from typing import Any
 
 import numpy as np
 
 from etrain_jupyter import __version__
+from etrain_jupyter.display.charts import Curve, dot, image, line_chart
+from etrain_jupyter.display.tables import Html, html_list, html_of, html_table
 from etrain_jupyter.insight.curves import (
     STEPPED,
-    Curve,
     available_axes,
     curves_of,
     default_columns,
@@ -22,8 +21,7 @@ from etrain_jupyter.insight.curves import (
 )
 from etrain_jupyter.insight.runs import Axis, Run
 from etrain_jupyter.insight.scaling import scaling_points
-from etrain_jupyter.insight.svg import color_of, line_chart
-from etrain_jupyter.insight.table import columns_of, render_html, short_value
+from etrain_jupyter.insight.table import columns_of, short_value
 from etrain_jupyter.untrusted import plain_line
 
 Rows = Sequence[Mapping[str, Any]]
@@ -107,28 +105,23 @@ def render_cell(
     return f"<div>{''.join(parts)}</div>"
 
 
-def image(svg: str) -> str:
-    """Return a chart as an image, which a sanitizer keeps."""
-    data = base64.b64encode(svg.encode()).decode()
-    return f'<img alt="chart" src="data:image/svg+xml;base64,{data}">'
-
-
 def _table(rows: Rows) -> str:
     columns = columns_of(rows)
-    heads = [escape(plain_line(column.heading)) for column in columns]
     lines = []
     for index, row in enumerate(rows):
-        job, *cells = (escape(column.cell(row)) for column in columns)
-        # The dot is the legend of the charts. Without styles, it is a colored character.
-        dot = f'<span style="color:{color_of(index)}">●</span> '
-        lines.append([f"{dot}{job}", *cells])
-    table = render_html(heads, lines, tooltips=[column.about for column in columns])
+        job, *cells = (column.cell(row) for column in columns)
+        lines.append([Html(f"{dot(index)} {html_of(job)}"), *cells])
+    table = html_table(
+        [plain_line(column.heading) for column in columns],
+        lines,
+        tooltips=[column.about for column in columns],
+        has_row_heads=True,
+    )
     return f'<div class="scroll">{table}</div>'
 
 
 def _notes(notes: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(plain_line(note, 2000))}</li>" for note in notes)
-    return f'<ul class="notes">{items}</ul>' if items else ""
+    return html_list(notes, css_class="notes")
 
 
 def _differences(
@@ -136,11 +129,8 @@ def _differences(
 ) -> str:
     if not differences:
         return ""
-    lines = [
-        [escape(plain_line(key)), *(escape(short_value(value)) for value in values)]
-        for key, values in differences.items()
-    ]
-    table = render_html(["key", *map(escape, labels)], lines)
+    lines = [[plain_line(key), *map(short_value, values)] for key, values in differences.items()]
+    table = html_table(["key", *labels], lines, has_row_heads=True)
     return f'<{heading}>Differences between the cells</{heading}><div class="scroll">{table}</div>'
 
 

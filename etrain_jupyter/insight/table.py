@@ -1,19 +1,14 @@
-"""Tables: columns, headings and formats of a comparison, and its text form; data frames."""
+"""The table of a comparison: its columns, and its text form."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.insight.formatting import MISSING, dollars, duration, plain
+from etrain_jupyter.display.numbers import MISSING, dollars, duration
+from etrain_jupyter.display.tables import Column, align_columns
 from etrain_jupyter.untrusted import plain_line
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 IF_DIFFERENT = ("status", "device", "batch", "steps", "epochs", "saved_usd", "interruptions")
 """Columns that the text has only if the jobs differ in them, because lines are short."""
@@ -21,32 +16,11 @@ MAX_TEXT = 60
 """Maximum number of characters of a value from a configuration."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """One column of the table."""
-
-    key: str
-    """Key in the rows."""
-    heading: str
-    about: str = ""
-    """Explanation, shown as a tooltip."""
-    show: Callable[[Any], str] = plain
-
-    def cell(self, row: Mapping[str, Any]) -> str:
-        """Return the text of one cell."""
-        return plain_line(self.show(row[self.key])) if self.key in row else MISSING
-
-
-def _ratio(value: float) -> str:
-    return MISSING if math.isnan(value) else f"{value:.2f}"
-
-
-def _times(value: float) -> str:
-    return MISSING if math.isnan(value) else f"{value:.1f}x"
+_ratio = "{:.2f}".format
 
 
 def _workers(value: float) -> str:
-    return MISSING if math.isnan(value) else f"{value:.1f}".removesuffix(".0")
+    return f"{value:.1f}".removesuffix(".0")
 
 
 _BEFORE = (
@@ -66,7 +40,7 @@ _BEFORE = (
         key="speedup",
         heading="speed-up",
         about="throughput relative to the job with the fewest workers",
-        show=_times,
+        show="{:.1f}x".format,
     ),
     Column(
         key="efficiency",
@@ -96,26 +70,6 @@ _AFTER = (
         key="interruptions", heading="interruptions", about="workers that were preempted or lost"
     ),
 )
-
-
-def data_frame(rows: Iterable[Mapping[str, Any]], *, otherwise: str) -> DataFrame:
-    """Return rows as a ``pandas.DataFrame``.
-
-    Args:
-        rows: Values by column.
-        otherwise: Expression with the same values, for the error message.
-
-    Raises:
-        ConfigError: If pandas is not installed.
-    """
-    try:
-        import pandas as pd
-    except ImportError as exc:
-        raise ConfigError(
-            "to_frame() needs the package pandas, which is not installed",
-            hint=f"pip install pandas; {otherwise}",
-        ) from exc
-    return pd.DataFrame(rows)
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
@@ -171,31 +125,3 @@ def render_differences(labels: Sequence[str], differences: Mapping[str, Sequence
 def short_value(value: str) -> str:
     """Return a value of a configuration on one line of limited length."""
     return plain_line(value, MAX_TEXT) or MISSING
-
-
-def render_html(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], *, tooltips: Sequence[str] = ()
-) -> str:
-    """Return an HTML table whose first column has the headings of the rows.
-
-    Args:
-        heads: HTML of the headings of the columns.
-        rows: HTML of the cells, by row.
-        tooltips: Explanations of the headings, as text; none if empty.
-    """
-    shown = tooltips or [""] * len(heads)
-    head = "".join(
-        f'<th title="{escape(about, quote=True)}">{text}</th>' if about else f"<th>{text}</th>"
-        for text, about in zip(heads, shown, strict=True)
-    )
-    body = "".join(
-        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>'
-        for first, *others in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def align_columns(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines of cells as text with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

@@ -29,7 +29,7 @@ FLOORS = (
     {"insight"},
     {"pools"},
     {"head", "worker", "trainer"},
-    {"rules", "wire", "storage", "log", "config", "bundle", "data", "process"},
+    {"rules", "wire", "storage", "log", "config", "bundle", "data", "display", "process"},
     {"errors", "untrusted", "plugin"},
 )
 # The processes never import each other: they exchange messages, which `wire` defines.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from html import escape
 from typing import TYPE_CHECKING, Any
 
+from etrain_jupyter.display.numbers import MISSING, seconds
+from etrain_jupyter.display.tables import align_columns, data_frame, html_list, html_of, html_table
 from etrain_jupyter.insight.diagnosis.measured import Measured, read_measured
 from etrain_jupyter.insight.diagnosis.remedies import Remedy, remedy_of
 from etrain_jupyter.insight.diagnosis.rules import (
@@ -16,9 +17,7 @@ from etrain_jupyter.insight.diagnosis.rules import (
     judge,
 )
 from etrain_jupyter.insight.diagnosis.step_parts import Cause, StepParts, core_wait_of
-from etrain_jupyter.insight.formatting import MISSING, duration
 from etrain_jupyter.insight.runs import Job
-from etrain_jupyter.insight.table import align_columns, data_frame, render_html
 from etrain_jupyter.untrusted import plain_line, plain_text
 
 if TYPE_CHECKING:
@@ -117,9 +116,8 @@ class Diagnosis:
         if self.remedy and self.remedy.line:
             body += f"<pre>{_html(self.remedy.line)}</pre>"
         heads, *rows = self._table()
-        table = render_html([*map(_html, heads)], [[*map(_html, row)] for row in rows])
-        notes = "".join(f"<li>{_html(note)}</li>" for note in self._notes())
-        return f"<div><h4>{_html(head)}</h4>{body}{table}<ul>{notes}</ul></div>"
+        table = html_table(heads, rows, has_row_heads=True)
+        return f"<div><h4>{_html(head)}</h4>{body}{table}{html_list(self._notes())}</div>"
 
     def _repr_html_(self) -> str:
         return self.to_html()
@@ -204,7 +202,7 @@ class Diagnosis:
         lines = [["worker", *(PARTS[key] for key in shown), "step"]]
         for row in rows:
             parts = [_part(row[key], row["step_s"]) for key in shown]
-            lines.append([plain_line(row["worker"]), *parts, duration(row["step_s"] / 3600)])
+            lines.append([plain_line(row["worker"]), *parts, seconds(row["step_s"])])
         return lines
 
 
@@ -248,11 +246,10 @@ def _row_of(worker: StepParts) -> Row:
     return {"worker": worker.worker, "place": worker.place, "step_s": worker.total_s, **known}
 
 
-def _part(seconds: float, whole_s: float) -> str:
-    if math.isnan(seconds):
-        return MISSING
-    return f"{seconds / whole_s:.0%}" if whole_s > 0 else MISSING
+def _part(part_s: float, whole_s: float) -> str:
+    is_known = whole_s > 0 and not math.isnan(part_s)
+    return f"{part_s / whole_s:.0%}" if is_known else MISSING
 
 
 def _html(text: str) -> str:
-    return escape(plain_line(text, 2000), quote=True)
+    return html_of(text, 2000)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from html import escape
 
+from etrain_jupyter.display.numbers import counted
+from etrain_jupyter.display.tables import align_columns, html_list, html_of, html_table
 from etrain_jupyter.untrusted import plain_text
 
 _MOST_ROWS = 12
@@ -88,12 +89,12 @@ class AuditReport:
     def verdict(self) -> str:
         """The first line of the report."""
         if self.problems:
-            return f"audit FAILED: {_count(len(self.problems), 'problem')}"
+            return f"audit FAILED: {counted(len(self.problems), 'problem')}"
         if not self.epochs:
             return "audit ok: nothing has been trained yet"
         # Only the last epoch, or an epoch in which a resume changed the rules, may be incomplete.
         num_complete = sum(epoch.is_complete for epoch in self.epochs)
-        parts = [f"{_count(num_complete, 'epoch')} complete"] if num_complete else []
+        parts = [f"{counted(num_complete, 'epoch')} complete"] if num_complete else []
         cut_short = _CUT_SHORT.get(self.status, "one in progress")
         if self.status == "finished" and "EarlyStopped" not in self.num_kinds:
             cut_short = "the last one in part, as configured"
@@ -103,30 +104,21 @@ class AuditReport:
     def __str__(self) -> str:
         lines = [self.verdict, *(f"  ! {problem}" for problem in self._listed_problems())]
         if self.epochs:
-            widths = [max(8, len(name)) for name in _COLUMNS]
-            table = [_COLUMNS, *(_cells(row) for row in self._listed_epochs())]
-            lines += [
-                "  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True))
-                for row in table
-            ]
-            lines += self._left_out()
+            table = [_COLUMNS, *map(_cells, self._listed_epochs())]
+            shown = align_columns(table, num_left=0, min_width=8)
+            lines += [f"  {line}" for line in shown.splitlines()] + self._left_out()
         lines += [f"  {name:<8}  {text}" for name, text in self._facts()]
         return plain_text("\n".join(lines))
 
     def _repr_html_(self) -> str:
         colour = "#1a7f37" if self.ok else "#cf222e"
-        problems = "".join(f"<li>{escape(problem)}</li>" for problem in self._listed_problems())
-        head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        rows = "".join(
-            "<tr>" + "".join(f"<td>{cell}</td>" for cell in _cells(row)) + "</tr>"
-            for row in self._listed_epochs()
-        )
-        facts = "<br>".join(f"{name}: {escape(text)}" for name, text in self._facts())
-        return plain_text(
-            f'<div><b style="color:{colour}">{escape(self.verdict)}</b>'
-            + (f"<ul>{problems}</ul>" if problems else "")
-            + (f"<table><tr>{head}</tr>{rows}</table>" if rows else "")
-            + "".join(f"<div>{escape(line.strip())}</div>" for line in self._left_out())
+        rows = [*map(_cells, self._listed_epochs())]
+        facts = "<br>".join(f"{name}: {html_of(text)}" for name, text in self._facts())
+        return (
+            f'<div><b style="color:{colour}">{html_of(self.verdict)}</b>'
+            + html_list(self._listed_problems())
+            + (html_table(_COLUMNS, rows) if rows else "")
+            + "".join(f"<div>{html_of(line.strip())}</div>" for line in self._left_out())
             + f"<small>{facts}</small></div>"
         )
 
@@ -141,11 +133,11 @@ class AuditReport:
                 "steps",
                 f"{self.steps_executed} executed, {self.steps_committed} committed, {wasted}",
             ),
-            ("workers", f"{lost} lost, {left} left, {_count(formed, 'generation')}"),
+            ("workers", f"{lost} lost, {left} left, {counted(formed, 'generation')}"),
             ("weights", self._proof_of_weights()),
             *([("digest", self._digest())] if self.newest_digest else []),
             *([("saved", f"the weights of step {self.saved_step}")] if self.saved_step else []),
-            ("eval", f"{_count(self.num_evals, 'evaluation')}"),
+            ("eval", f"{counted(self.num_evals, 'evaluation')}"),
         ]
 
     def _digest(self) -> str:
@@ -157,12 +149,12 @@ class AuditReport:
         """Describe to what extent the log proves that all ranks had the same weights."""
         parts = []
         if self.steps_compared:
-            steps = _count(self.steps_compared, "step")
+            steps = counted(self.steps_compared, "step")
             parts.append(f"fingerprints of all ranks equal at {steps}")
         if self.digests_compared:
             parts.append(f"{self.digests_compared} digests compared between ranks")
         if self.steps_alone:
-            steps = _count(self.steps_alone, "step")
+            steps = counted(self.steps_alone, "step")
             parts.append(f"nothing to compare at {steps} of a single rank")
         return ", ".join(parts) or "nothing to compare"
 
@@ -183,14 +175,10 @@ class AuditReport:
 
     def _left_out(self) -> list[str]:
         more = len(self.epochs) - len(self._listed_epochs())
-        return [f"  ... and {_count(more, 'epoch')} more in report.epochs"] if more else []
+        return [f"  ... and {counted(more, 'epoch')} more in report.epochs"] if more else []
 
 
 def _cells(row: EpochCoverage) -> tuple[str, ...]:
     name = f"{row.epoch}" if row.is_complete else f"{row.epoch}*"  # * marks an incomplete epoch
     counts = (row.samples, row.seen_once, row.repeated, row.missing)
     return (name, *map(str, counts))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -50,11 +50,11 @@ from etrain_jupyter.notebook.commands.arguments import (
 )
 from etrain_jupyter.notebook.commands.doctor import examine
 from etrain_jupyter.notebook.commands.log_lines import follow_lines, log_lines
-from etrain_jupyter.notebook.dashboard.saved_table import table_of_saved
 from etrain_jupyter.notebook.job import open_jobs
 from etrain_jupyter.notebook.job.export import FORMATS
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import JobSummary, Listing, RunStore
+from etrain_jupyter.notebook.job.saved_records import table_of_saved
 from etrain_jupyter.notebook.job.store_link import refresh_log
 from etrain_jupyter.notebook.job.track import exhibit_reader, parse_options
 from etrain_jupyter.notebook.job.training_job import TrainingJob

@@ -1,12 +1,12 @@
-"""Text of each event in the event list and in the log, and the formatting of its numbers."""
+"""Text of each event in the event list and in the log."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import singledispatch
 
+from etrain_jupyter.display.numbers import counted, number, seconds, size
 from etrain_jupyter.log.events import (
     BestReached,
     CheckpointCommitted,
@@ -331,63 +331,6 @@ def workers(count: int) -> str:
     return counted(count, "worker")
 
 
-def counted(count: int, noun: str) -> str:
-    """Return ``1 frame``, ``3 frames``."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
 def span(least: int, most: int) -> str:
     """Return ``2 workers``, ``1 to 4 workers``."""
     return workers(most) if least == most else f"{least} to {workers(most)}"
-
-
-def number(value: float) -> str:
-    """Return four significant digits.
-
-    >>> number(0.123456), number(98765.4), number(float("nan"))
-    ('0.1235', '98,765', 'nan')
-    """
-    if not math.isfinite(value) or abs(value) < 1000:
-        return f"{value:.4g}"
-    return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3e}"
-
-
-def seconds(value: float) -> str:
-    """Return a duration in a unit that suits its length.
-
-    >>> seconds(0.0314), seconds(7.25), seconds(95), seconds(4000)
-    ('31 ms', '7.2 s', '1 min 35 s', '1 h 06 min')
-    """
-    if value < 1:
-        return f"{value * 1000:.0f} ms"
-    if value < 60:
-        return f"{value:.1f} s"
-    if not math.isfinite(value):  # a log may have any number
-        return f"{value} s"
-    whole = round(value)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def size(value: float) -> str:
-    """Return a size in bytes with a decimal unit.
-
-    >>> size(812), size(1_500_000)
-    ('812 B', '1.5 MB')
-    """
-    # Decimal units, as in storage prices.
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
-def dollars(usd: float) -> str:
-    """Return an amount in dollars, with four decimals if it is below ten cents.
-
-    >>> [dollars(usd) for usd in (1234.5, 1.5, 0.0512, 0.0)]
-    ['$1,234.50', '$1.50', '$0.0512', '$0.00']
-    """
-    return f"${usd:,.{4 if 0 < abs(usd) < 0.1 else 2}f}"

@@ -1,44 +1,42 @@
 """Render a job without JavaScript, for exports, other front ends and terminals.
 
-Sanitizers of untrusted notebooks remove ``<svg>`` and ``<style>``, but keep an ``<img>`` with a
-data URL. The chart is therefore such an image, in mid tones that are readable on white and on
-black.
+Sanitizers of untrusted notebooks remove ``<svg>`` and ``<style>``, so the charts are images.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
-from html import escape
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
+from etrain_jupyter.display.charts import Curve, Mark, image, line_chart
+from etrain_jupyter.display.numbers import dollars, number, seconds
+from etrain_jupyter.display.tables import Html, html_list, html_of, html_table
 from etrain_jupyter.log.events import describe_parameters
-from etrain_jupyter.notebook.dashboard.event_text import dollars, number, seconds
-from etrain_jupyter.notebook.dashboard.exhibits_html import render_exhibits
+from etrain_jupyter.log.exhibits import Cell, Content, Table
 from etrain_jupyter.notebook.dashboard.freshness import trouble_of
-from etrain_jupyter.notebook.dashboard.saved_exhibits import SavedExhibits
+from etrain_jupyter.notebook.dashboard.saved_exhibits import SavedExhibit, SavedExhibits
 from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats, thin
 from etrain_jupyter.notebook.dashboard.snapshot import (
     CostSummary,
     EventLine,
-    Marker,
     Snapshot,
     TimeSplit,
     WorkerRow,
 )
-from etrain_jupyter.untrusted import plain_line, plain_text
+from etrain_jupyter.untrusted import is_job_id, plain_line, plain_text
 
 Curves = Mapping[str, tuple[Floats, SmallFloats]]
 
-WIDTH, LOSS_HEIGHT, WORLD_HEIGHT = 720, 180, 64
-LEFT, RIGHT, TOP, GAP = 52, 8, 18, 30
-TEXT, GRID, TRAIN, EVAL = "#808080", "#80808040", "#3b82d6", "#e0823d"
+WIDTH, LOSS_HEIGHT, WORLD_HEIGHT = 720, 240, 130
 MARKER_COLOURS = {"lost": "#d64545", "failed": "#d64545", "notice": "#d99a1c", "join": "#3f9d54"}
 ALARM = MARKER_COLOURS["failed"]
 MAX_CURVE_POINTS = 400
 MAX_LISTED_EVENTS = 10
+MAX_OPEN_LINES = 30
+"""Longer exhibits (texts and tables) are collapsed at first."""
 WORKER_COLUMNS = (
     *("rank", "worker", "state", "device"),
     *("samples/s", "time goes into", "waits for", "steps"),
@@ -63,10 +61,10 @@ def render_text(snapshot: Snapshot) -> str:
 def render_html(snapshot: Snapshot, curves: Curves, exhibits: SavedExhibits | None = None) -> str:
     """Return the job as HTML that a sanitizer does not change."""
     parts = [
-        f"<p><b>{escape(str(snapshot.name))}</b> {escape(_headline(snapshot))}</p>",
+        f"<p><b>{html_of(str(snapshot.name))}</b> {html_of(_headline(snapshot))}</p>",
         _progress(snapshot),
         _warning(snapshot),
-        _chart_image(snapshot, curves),
+        _charts(snapshot, curves),
         _error(snapshot),
         render_exhibits(exhibits or SavedExhibits(), snapshot.job_id),
         _worker_table(snapshot),
@@ -107,7 +105,7 @@ def _cost(cost: CostSummary) -> str:
 def _warning(snapshot: Snapshot) -> str:
     # Show it as text too, since a sanitizer may remove the colour.
     text = _checkpoint_trouble(snapshot)
-    return f'<p style="color:{ALARM}">{escape(text)}</p>' if text else ""
+    return f'<p style="color:{ALARM}">{html_of(text)}</p>' if text else ""
 
 
 def _checkpoint_trouble(snapshot: Snapshot) -> str:
@@ -151,26 +149,24 @@ def _progress(snapshot: Snapshot) -> str:
 
 def _error(snapshot: Snapshot) -> str:
     error = snapshot.error
-    return f"<pre><code>{escape(error.traceback or error.error)}</code></pre>" if error else ""
+    return f"<pre><code>{html_of(error.traceback or error.error)}</code></pre>" if error else ""
 
 
 def _worker_table(snapshot: Snapshot) -> str:
     if not snapshot.workers:
         return ""
-    heads = "".join(f"<th>{name}</th>" for name in WORKER_COLUMNS)
-    rows = "".join(_worker_row(worker) for worker in snapshot.workers)
+    table = html_table(WORKER_COLUMNS, map(_worker_cells, snapshot.workers))
     num_more = snapshot.num_more_workers
-    more = f"<p>and {num_more:,} more</p>" if num_more else ""
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{more}"
+    return table + (f"<p>and {num_more:,} more</p>" if num_more else "")
 
 
-def _worker_row(worker: WorkerRow) -> str:
-    rank = "" if worker.rank is None else worker.rank
+def _worker_cells(worker: WorkerRow) -> tuple[str, ...]:
+    rank = "" if worker.rank is None else str(worker.rank)
     state = worker.state + (f" ({worker.note})" if worker.note else "")
     split = worker.split
-    cells = (
+    return (
         rank,
-        worker.worker,
+        str(worker.worker),
         state,
         _machine_of(worker),
         f"{split.samples_per_s:,.0f}" if split else "",
@@ -178,7 +174,6 @@ def _worker_row(worker: WorkerRow) -> str:
         worker.waits_for,
         f"{worker.steps:,}",
     )
-    return "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>"
 
 
 def _machine_of(worker: WorkerRow) -> str:
@@ -196,11 +191,11 @@ def _shares(split: TimeSplit) -> str:
 
 def _event_list(snapshot: Snapshot) -> str:
     latest = snapshot.events[-MAX_LISTED_EVENTS:]
-    items = "".join(
-        f"<li>{escape(_since_start(event, snapshot))} {_level(event)}{escape(event.text)}</li>"
+    items = html_list(
+        Html(f"{_since_start(event, snapshot)} {_level(event)}{html_of(event.text)}")
         for event in reversed(latest)
     )
-    return f"<details><summary>Latest events</summary><ul>{items}</ul></details>" if items else ""
+    return f"<details><summary>Latest events</summary>{items}</details>" if items else ""
 
 
 def _level(event: EventLine) -> str:
@@ -213,122 +208,122 @@ def _since_start(event: EventLine, snapshot: Snapshot) -> str:
     return f"+{passed // 60}:{passed % 60:02d}"
 
 
-def _chart_image(snapshot: Snapshot, curves: Curves) -> str:
+def _charts(snapshot: Snapshot, curves: Curves) -> str:
+    """Return the loss and, below it, the number of workers, over the same steps."""
     # A curve with one point has no line; the headline shows its value.
-    loss = curves.get("loss")
-    if loss is None or len(loss[0]) < 2:
-        return ""
-    svg = _chart(snapshot, curves).encode()
-    alt = f"loss over {snapshot.step:,} steps, last {number(float(loss[1][-1]))}; world size"
-    data = base64.b64encode(svg).decode()
-    return f'<p><img alt="{alt}" width="{WIDTH}" src="data:image/svg+xml;base64,{data}"></p>'
-
-
-def _chart(snapshot: Snapshot, curves: Curves) -> str:
-    # The loss above the world size, over the same steps:
-    #
-    #   TOP                       +--------------------------+
-    #   LOSS_HEIGHT               |  loss, eval.loss         |
-    #                             +--------------------------+
-    #   GAP
-    #   WORLD_HEIGHT              |  world size, a staircase |
-    #                             +--------------------------+
-    #                             LEFT                   RIGHT
-    last_step = max(float(curves["loss"][0][-1]), 1.0)
-    world_top = TOP + LOSS_HEIGHT + GAP
-    height = world_top + WORLD_HEIGHT + 20
-    lines = [("loss", TRAIN, 1.2), ("eval.loss", EVAL, 2.0)]
-    drawn = {name: thin(*curves[name], MAX_CURVE_POINTS) for name, _, _ in lines if name in curves}
-    losses = _Panel(TOP, LOSS_HEIGHT, last_step, *_range(list(drawn.values())))
-    worlds = _Panel(world_top, WORLD_HEIGHT, last_step, 0, float(snapshot.max_workers or 1))
-    parts = [
-        losses.frame("loss: train blue, eval orange" if "eval.loss" in drawn else "loss"),
-        worlds.frame("workers"),
-        *(
-            losses.curve(*drawn[name], colour, width)
-            for name, colour, width in lines
-            if name in drawn
-        ),
-        _world_curve(worlds, curves, last_step),
-        *(_marker_line(marker, losses, height) for marker in snapshot.markers),
-        _label(WIDTH - RIGHT, height - 4, f"step {last_step:,.0f}"),
+    steps, losses = curves.get("loss", (np.zeros(0), np.zeros(0, np.float32)))
+    lines = [
+        Curve(index=index, label=label, x=x[shown], y=y[shown])
+        for index, (label, name) in enumerate((("train", "loss"), ("eval", "eval.loss")))
+        if name in curves
+        for x, y in [thin(*curves[name], MAX_CURVE_POINTS)]
+        for shown in [np.isfinite(y)]
+        if shown.any()
     ]
-    style = f'font-family="sans-serif" font-size="11" fill="{TEXT}"'
-    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{"".join(parts)}</svg>'
-
-
-def _label(right: int, baseline: int, text: str) -> str:
-    return f'<text x="{right}" y="{baseline}" text-anchor="end">{text}</text>'
-
-
-def _range(curves: Sequence[tuple[Floats, SmallFloats]]) -> tuple[float, float]:
-    values = np.concatenate([y for _, y in curves])
-    values = values[np.isfinite(values)]
-    # A loss that is NaN from its first step still gets axes.
-    if not len(values):
-        return 0.0, 1.0
-    low, high = float(values.min()), float(values.max())
-    # A constant curve has no range to scale to: draw it in the middle.
-    return (low, high) if high > low else (low - 0.5, low + 0.5)
-
-
-class _Panel:
-    def __init__(self, top: int, height: int, last_step: float, low: float, high: float) -> None:
-        self.top, self.height = top, height
-        self._last_step, self._low, self._high = last_step, low, high
-
-    def x(self, step: float) -> float:
-        # Markers of undone steps may be beyond the end of the loss.
-        return LEFT + (WIDTH - LEFT - RIGHT) * min(1.0, step / self._last_step)
-
-    def y(self, value: float) -> float:
-        return self.top + self.height * (1 - (value - self._low) / (self._high - self._low))
-
-    def frame(self, title: str) -> str:
-        bottom = self.top + self.height
-        box = (
-            f'<path d="M{LEFT} {self.top}H{WIDTH - RIGHT}M{LEFT} {bottom}H{WIDTH - RIGHT}" '
-            f'stroke="{GRID}" fill="none"/>'
-        )
-        labels = [
-            f'<text x="{LEFT}" y="{self.top - 5}">{title}</text>',
-            _label(LEFT - 6, self.top + 4, number(self._high)),
-            _label(LEFT - 6, bottom + 4, number(self._low)),
-        ]
-        return box + "".join(labels)
-
-    def curve(self, x: Floats, y: SmallFloats, colour: str, width: float) -> str:
-        # SVG has no NaN: the line skips those points.
-        shown = np.isfinite(y)
-        points = " ".join(
-            f"{self.x(step):.1f},{self.y(float(value)):.1f}"
-            for step, value in zip(x[shown], y[shown], strict=True)
-        )
-        return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
-
-
-def _world_curve(panel: _Panel, curves: Curves, last_step: float) -> str:
-    # Each value lasts until the next, so the path has only horizontal and vertical lines.
-    steps, sizes = curves.get("world_size", (np.zeros(0), np.zeros(0, np.float32)))
-    if not len(steps):
+    if len(steps) < 2 or not lines:
         return ""
-    path = f"M{panel.x(steps[0]):.1f} {panel.y(float(sizes[0])):.1f}"
-    path += "".join(
-        f"H{panel.x(step):.1f}V{panel.y(float(size)):.1f}"
-        for step, size in zip(steps[1:], sizes[1:], strict=True)
+    has_eval = "eval.loss" in curves
+    loss = line_chart(
+        "loss: train blue, eval orange" if has_eval else "loss",
+        lines,
+        x_label="step",
+        # Only faults and joins: lines for checkpoints and restores would hide the curve.
+        marks=[
+            Mark(x=marker.step, color=MARKER_COLOURS[marker.kind], label=marker.text)
+            for marker in snapshot.markers
+            if marker.kind in MARKER_COLOURS
+        ],
+        width=WIDTH,
+        height=LOSS_HEIGHT,
     )
-    path += f"H{panel.x(last_step):.1f}"
-    return f'<path d="{path}" fill="none" stroke="{TRAIN}" stroke-width="1.5"/>'
+    alt = f"loss over {snapshot.step:,} steps, last {number(float(losses[-1]))}"
+    return f"<p>{image(loss, alt, width=WIDTH)}{_world_chart(curves, float(steps[-1]))}</p>"
 
 
-def _marker_line(marker: Marker, panel: _Panel, height: int) -> str:
-    # Only faults and joins: lines for checkpoints and restores would hide the curve.
-    colour = MARKER_COLOURS.get(marker.kind)
-    if colour is None:
+def _world_chart(curves: Curves, last_step: float) -> str:
+    x, y = curves.get("world_size", (np.zeros(0), np.zeros(0, np.float32)))
+    if not len(x):
         return ""
-    x = f"{panel.x(marker.step):.1f}"
+    # The curve has one point per change, and the last value holds until the last step.
+    x, y = np.append(x, max(last_step, x[-1])), np.append(y, y[-1])
+    world = Curve(index=0, label="workers", x=x, y=y)
+    svg = line_chart(
+        "workers", [world], x_label="step", is_stepped=True, starts_at_zero=True,
+        width=WIDTH, height=WORLD_HEIGHT,
+    )  # fmt: skip
+    return image(svg, "number of workers", width=WIDTH)
+
+
+# --- exhibits -------------------------------------------------------------------------------------
+
+
+def render_exhibits(saved: SavedExhibits, job_id: str) -> str:
+    """Return the newest exhibits, then the older ones by step, collapsed; empty without exhibits.
+
+    Args:
+        saved: The exhibits.
+        job_id: The job, for the command that shows the rest.
+    """
+    if not saved.total:
+        return ""
+    names: set[str] = set()
+    newest: list[SavedExhibit] = []
+    older: list[SavedExhibit] = []
+    for one in saved.exhibits:
+        (older if one.name in names else newest).append(one)
+        names.add(one.name)
+    parts = ["<p><b>exhibits</b></p>"]
+    for one in newest:
+        title = f"{one.name}, step {one.step:,}"
+        state = " open" if _num_lines(one.content) <= MAX_OPEN_LINES else ""
+        parts.append(_folded(title, _exhibit_html(one), state))
+    for step, group in groupby(older, key=lambda one: one.step):
+        parts.append(_evaluated_exhibits(step, list(group)))
+    return "".join([*parts, _left_out_exhibits(saved, job_id)])
+
+
+def _evaluated_exhibits(step: int, exhibits: Sequence[SavedExhibit]) -> str:
+    title = f"step {step:,}: {', '.join(one.name for one in exhibits)}"
+    return _folded(title, "".join(_exhibit_html(one) for one in exhibits), "")
+
+
+def _left_out_exhibits(saved: SavedExhibits, job_id: str) -> str:
+    num_missing = saved.total - len(saved.exhibits)
+    if num_missing <= 0:
+        return ""
+    attach = f"%etrain attach {job_id if is_job_id(job_id) else 'JOB'}"
     return (
-        f'<path d="M{x} {panel.top}V{height - 20}" stroke="{colour}" stroke-dasharray="3 3">'
-        f"<title>{escape(marker.text)}</title></path>"
+        f"<p>This output does not contain {num_missing:,} of the {saved.total:,} exhibits. To see "
+        f"them, run <code>{attach}</code> in JupyterLab with the etrain extension, or call "
+        "<code>job.exhibits()</code>.</p>"
     )
+
+
+def _folded(title: str, content: str, state: str) -> str:
+    return f"<details{state}><summary>{html_of(title)}</summary>{content}</details>"
+
+
+def _exhibit_html(exhibit: SavedExhibit) -> str:
+    match exhibit.content:
+        case bytes() as data:
+            return f"<p>{image(data, f'{exhibit.name} at step {exhibit.step:,}')}</p>"
+        case str() as text:
+            return f"<pre><code>{html_of(text)}</code></pre>"
+        case Table() as table:
+            return html_table(table.columns, [[*map(_exhibit_cell, row)] for row in table.rows])
+
+
+def _exhibit_cell(value: Cell) -> str:
+    if value is None:
+        return ""
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def _num_lines(content: Content) -> int:
+    match content:
+        case str():
+            return content.count("\n")
+        case Table():
+            return len(content.rows)
+        case _:
+            return 0

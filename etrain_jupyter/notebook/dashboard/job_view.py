@@ -53,7 +53,6 @@ from etrain_jupyter.notebook.dashboard.event_text import (
     describe,
     first_step_line,
     restored_text,
-    seconds,
 )
 from etrain_jupyter.notebook.dashboard.exhibits import series_of
 from etrain_jupyter.notebook.dashboard.facts import JobFacts

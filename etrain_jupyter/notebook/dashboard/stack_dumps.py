@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from etrain_jupyter.log.events import STACKS_HEADER, LogLine
-from etrain_jupyter.notebook.dashboard.event_text import Line, counted
+from etrain_jupyter.notebook.dashboard.event_text import Line
 
 CellNumbers = Callable[[], Mapping[str, int]]
 """Returns the execution count of each of the notebook's cells by the file name of its code."""

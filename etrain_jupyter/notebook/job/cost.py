@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from etrain_jupyter.display.numbers import dollars
 from etrain_jupyter.notebook.job.history import LatestValues
 
 
@@ -59,14 +60,14 @@ class JobCost:
         each = ""
         if self.num_interruptions:
             words = "interruption" if self.num_interruptions == 1 else "interruptions"
-            mean = amount(self.wasted_usd_per_interruption)
+            mean = dollars(self.wasted_usd_per_interruption)
             each = f", {mean} on average over {self.num_interruptions} {words}"
         lines = {
-            "spent": amount(self.spent_usd),
-            "saved": f"{amount(self.saved_usd)} of {amount(self.on_demand_usd)} on demand "
+            "spent": dollars(self.spent_usd),
+            "saved": f"{dollars(self.saved_usd)} of {dollars(self.on_demand_usd)} on demand "
             f"({share:.0%})",
-            "wasted": f"{amount(self.wasted_usd)}{each}",
-            "samples": f"{amount(self.usd_per_1k_samples)} per 1,000",
+            "wasted": f"{dollars(self.wasted_usd)}{each}",
+            "samples": f"{dollars(self.usd_per_1k_samples)} per 1,000",
         }
         text = "\n".join(f"{name:<9}{text}" for name, text in lines.items())
         # With one type, its cost is that of the job.
@@ -75,20 +76,11 @@ class JobCost:
     def _lines_by_type(self) -> list[str]:
         width = max(map(len, self.usd_by_type)) + 2
         return [
-            f"{type:<{width}}{amount(usd)}, {self.samples_by_type.get(type, 0.0):,.0f} samples"
-            + (f", {amount(each)} per 1,000" if each is not None else "")
+            f"{type:<{width}}{dollars(usd)}, {self.samples_by_type.get(type, 0.0):,.0f} samples"
+            + (f", {dollars(each)} per 1,000" if each is not None else "")
             for type, usd in sorted(self.usd_by_type.items())
             for each in [self.usd_per_1k_samples_by_type.get(type)]
         ]
-
-
-def amount(usd: float) -> str:
-    """Format an amount in dollars; below 10 cents, with three significant digits.
-
-    >>> [amount(usd) for usd in (1234.5, 0.0, 0.00123, 0.5)]
-    ['$1,234.50', '$0.00', '$0.00123', '$0.50']
-    """
-    return f"${usd:.3g}" if 0 < usd < 0.1 else f"${usd:,.2f}"
 
 
 def cost_of(view: LatestValues) -> JobCost:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from etrain_jupyter.bundle.capture import Bundle
 from etrain_jupyter.config.schema import TrainConfig
+from etrain_jupyter.display.numbers import size
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
 from etrain_jupyter.pools import Pool
@@ -69,8 +70,8 @@ class Plan:
 
     def __str__(self) -> str:
         config, sizes = self.config, self.bundle.sizes
-        captured = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
-        total = format_bytes(sum(sizes.values()))
+        captured = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in sizes.items())
+        total = size(sum(sizes.values()))
         length = f"{config.steps} steps" if config.steps else f"{config.epochs:g} epochs"
         lines = {
             "model": ", ".join(filter(None, (config.model, self.model_size))),
@@ -100,14 +101,3 @@ def _describe_workers(config: TrainConfig) -> str:
 def _describe_batch(config: TrainConfig) -> str:
     per_worker = config.batch.per_worker_batch_size
     return str(config.batch.size(1)) if per_worker is None else f"{per_worker} per worker"
-
-
-def format_bytes(size: int) -> str:
-    """Format a size with its unit.
-
-    >>> format_bytes(2_500_000)
-    '2.5 MB'
-    """
-    if size < 1_000:
-        return f"{size} B"
-    return f"{size / 1e3:.3g} kB" if size < 1_000_000 else f"{size / 1e6:.3g} MB"

@@ -1,4 +1,4 @@
-"""Records for a table of a job's checkpoints."""
+"""A job's checkpoints as records, and as the table of ``%etrain checkpoints``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from etrain_jupyter.display.numbers import MISSING, counted, seconds, size
+from etrain_jupyter.display.tables import align_columns
 from etrain_jupyter.storage.checkpoints import ListedCheckpoint
 from etrain_jupyter.storage.checkpoints.manifest import folder_key
+
+HEAD = ("STEP", "AGE", "SIZE", "STALL", "GENERATION", "MARK", "STATE")
 
 
 def records_of(
@@ -51,3 +55,30 @@ def records_of(
             }
         )
     return records
+
+
+def table_of_saved(job_id: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table, followed by a description of the problem of each damaged checkpoint."""
+    if not records:
+        return (
+            f"Job {job_id} has no checkpoint yet. Checkpoints are written at the interval of "
+            "checkpoint.every, at the end of the job, and by %etrain checkpoint."
+        )
+    lines = [align_columns([HEAD, *map(_row, records)])]
+    lines += [f"step {r['step']}: {r['problem']}" for r in records if r["problem"]]
+    store = str(records[0]["where"]).rsplit("/", 2)[0]
+    return "\n".join([f"{counted(len(records), 'checkpoint')} of {job_id} in {store}", *lines])
+
+
+def _row(record: Mapping[str, Any]) -> tuple[str, ...]:
+    marks = [word for word in ("newest", "best") if record[f"is_{word}"]]
+    state = "broken" if record["problem"] else "whole" if record["verified"] else "not read"
+    return (
+        str(record["step"]),
+        MISSING if record["age_s"] is None else seconds(record["age_s"]),
+        MISSING if record["size_bytes"] is None else size(record["size_bytes"]),
+        MISSING if record["stall_s"] is None else seconds(record["stall_s"]),
+        MISSING if record["generation"] is None else str(record["generation"]),
+        ", ".join(marks) or MISSING,
+        state,
+    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from etrain_jupyter.display.tables import html_table
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.notebook.job.history import LatestValues
-from etrain_jupyter.untrusted import plain_line
 
 
 class Screen(Protocol):
@@ -36,8 +35,4 @@ def table_of(view: LatestValues, job_id: str, status: str) -> str:
         "workers": str(view.world_size),
         **{name: f"{value:.4g}" for name, value in view.metrics.items()},
     }
-    cells = "".join(
-        f"<tr><th>{html.escape(plain_line(name))}</th><td>{html.escape(plain_line(value))}</td></tr>"
-        for name, value in rows.items()
-    )
-    return f"<table>{cells}</table>"
+    return html_table([], list(rows.items()), has_row_heads=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 from etrain_jupyter.config.search_cell import ParsedSearch
 from etrain_jupyter.config.search_schema import Budget
-from etrain_jupyter.insight.formatting import dollars, duration
-from etrain_jupyter.notebook.job.plan import Plan, format_bytes
+from etrain_jupyter.display.numbers import dollars, seconds, size
+from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.rules.search.rungs import place_rungs
 
 
@@ -43,7 +43,7 @@ class StudyPlan:
             "budget": _describe_budget(search.budget),
             "workers": f"{config.workers.min} to {config.max_workers()} per trial, "
             f"of pool {config.pool}",
-            "captured": f"{format_bytes(sum(sizes.values()))}, sent once for all trials",
+            "captured": f"{size(sum(sizes.values()))}, sent once for all trials",
             "at most": self._worst_case(),
             "price": self._price(),
         }
@@ -101,7 +101,7 @@ class StudyPlan:
 def _describe_budget(budget: Budget) -> str:
     limits = [
         None if budget.samples is None else f"{budget.samples:,} samples",
-        None if budget.time_s is None else duration(budget.time_s / 3600),
+        None if budget.time_s is None else seconds(budget.time_s),
         None if budget.usd is None else dollars(budget.usd),
     ]
     return ", ".join(limit for limit in limits if limit is not None) or "no limit"

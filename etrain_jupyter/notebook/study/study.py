@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from etrain_jupyter.display.tables import data_frame
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, JobNotFoundError
-from etrain_jupyter.insight.table import data_frame
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
 from etrain_jupyter.notebook.job.job_record import Recorded, RunRecord
 from etrain_jupyter.notebook.job.link import JobLink

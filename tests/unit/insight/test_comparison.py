@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etrain_jupyter.display.charts import _ticks
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.insight.comparison import Comparison, compare_jobs
 from etrain_jupyter.insight.curves import MAX_POINTS, curves_of
 from etrain_jupyter.insight.measures import clock_hours, to_floats
 from etrain_jupyter.insight.runs import read_run
-from etrain_jupyter.insight.svg import _ticks
 from etrain_jupyter.log import events as t
 from tests.unit.insight.logged_jobs import START, LoggedJob, logged_job, steps_of
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etrain_jupyter.insight.formatting import dollars, duration
+from etrain_jupyter.display.numbers import dollars, duration
 from etrain_jupyter.plugins.planner.planning.options import Option
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from etrain_jupyter.display.numbers import duration
 from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.insight.formatting import duration
 from etrain_jupyter.insight.measures import MAX_OUTSIDE
 from etrain_jupyter.insight.runs import Job
 from etrain_jupyter.plugins.planner.planning.advice import Goal, advise

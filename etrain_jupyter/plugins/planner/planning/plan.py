@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etrain_jupyter.insight.curves import Curve
+from etrain_jupyter.display.charts import COLORS, Curve, dot, image, line_chart
+from etrain_jupyter.display.numbers import dollars, duration, number, seconds
+from etrain_jupyter.display.tables import (
+    Column,
+    Html,
+    align_columns,
+    data_frame,
+    html_list,
+    html_of,
+    html_table,
+)
 from etrain_jupyter.insight.figures import figure_class
-from etrain_jupyter.insight.formatting import dollars, duration, number
-from etrain_jupyter.insight.page import image
-from etrain_jupyter.insight.svg import COLORS, color_of, line_chart
-from etrain_jupyter.insight.table import Column, align_columns, data_frame, render_html
 from etrain_jupyter.plugins.planner.planning.advice import Advice, Goal
 from etrain_jupyter.plugins.planner.planning.measured import MeasuredJob
 from etrain_jupyter.plugins.planner.planning.on_trace import TracedOption
 from etrain_jupyter.plugins.planner.planning.options import Option
-from etrain_jupyter.untrusted import plain_line, plain_text
+from etrain_jupyter.untrusted import plain_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +40,7 @@ COLUMNS = (
     Column(key="workers", heading="workers"),
     Column(key="lifecycle", heading="paid"),
     Column(key="batch", heading="batch", about="samples per step"),
-    Column(key="step_s", heading="step", show=lambda seconds: duration(seconds / 3600)),
+    Column(key="step_s", heading="step", show=seconds),
     Column(key="samples_per_s", heading="samples/s"),
     Column(
         key="efficiency",
@@ -137,26 +142,23 @@ class TrainingPlan:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<p>{escape(line)}</p>" for line in self._head().splitlines())
-        notes = "".join(f"<li>{escape(plain_line(note, 2000))}</li>" for note in self.notes)
+        head = "".join(f"<p>{html_of(line)}</p>" for line in self._head().splitlines())
+        notes = html_list(self.notes)
         chart = image(self._svg())
-        traced = _html_table(self._trace_lines()) if self.traced else ""
+        heads, *rows = self._trace_lines()
+        traced = html_table(heads, rows, has_row_heads=True) if self.traced else ""
         legend = "; ".join([*self._legend(), "the dots have the colors of the chart"])
         table = self._html_options()
-        return f"<div>{head}{table}<p>{escape(legend)}</p>{traced}{chart}<ul>{notes}</ul></div>"
+        return f"<div>{head}{table}<p>{html_of(legend)}</p>{traced}{chart}{notes}</div>"
 
     def _html_options(self) -> str:
-        heads, *lines = ([*map(escape, line)] for line in self._lines())
+        heads, *lines = self._lines()
         indices = {label: index for index, label in enumerate(self._groups())}
-        # The dot is the legend of the chart. Without styles, it is a colored character.
-        dots = [
-            f'<span style="color:{color_of(indices[_label_of(option)])}">●</span>'
-            if _label_of(option) in indices
-            else ""
-            for option in self._shown()
-        ]
-        rows = [[f"{dot} {mark}", *row] for dot, (mark, *row) in zip(dots, lines, strict=True)]
-        return render_html(heads, rows)
+        rows = []
+        for option, (mark, *row) in zip(self._shown(), lines, strict=True):
+            index = indices.get(_label_of(option))
+            rows.append([Html(f"{'' if index is None else dot(index)} {html_of(mark)}"), *row])
+        return html_table(heads, rows, has_row_heads=True)
 
     # --- text ---
 
@@ -293,8 +295,3 @@ def _label_of(option: Option) -> str:
 
 def _is_known(value: Any) -> bool:
     return value != "" and not (isinstance(value, float) and math.isnan(value))
-
-
-def _html_table(lines: Sequence[Sequence[str]]) -> str:
-    heads, *rows = ([*map(escape, line)] for line in lines)
-    return render_html(heads, rows)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from etrain_jupyter.display.tables import align_columns
 from etrain_jupyter.errors import TraceError
 from etrain_jupyter.plugins.planner.simulation.job import Outcome
 from etrain_jupyter.plugins.planner.simulation.policies import (
@@ -46,15 +47,11 @@ def table_of(simulation: Simulation, notes: Sequence[str] = ()) -> str:
             "counts each machine twice."
         )
     rows = [_columns_of(simulation), *(_row_of(simulation, one) for one in simulation.results)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines.append("")
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
-    lines.append("")
+    width = max(len(row[0]) for row in rows)
+    lines += ["", align_columns(rows, num_left=1), ""]
     about = describe_policies([one.policy for one in simulation.results], job.keep)
     about |= describe_sizings([one.sizing for one in simulation.results if one.sizing])
-    lines += [f"{name:<{widths[0]}}  {text}" for name, text in about.items()]
+    lines += [f"{name:<{width}}  {text}" for name, text in about.items()]
     best = simulation.best
     lines += [
         "",

@@ -127,7 +127,7 @@ def test_html_and_text_name_an_overdue_checkpoint() -> None:
     script.now += 100
     view.add([step_at(script, 21, script.now)])
 
-    said = "checkpoint overdue, the newest is from step 20, 1 min 40 s old"
+    said = "checkpoint overdue, the newest is from step 20, 1.7 min old"
     assert f"{said}</p>" in render_html(view.snapshot(), view.curves.to_dict())
     assert said in render_text(view.snapshot())
 

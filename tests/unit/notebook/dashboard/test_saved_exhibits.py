@@ -15,7 +15,7 @@ from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log.events import ExhibitStored
 from etrain_jupyter.log.exhibits import Content, Table
 from etrain_jupyter.notebook.dashboard import saved_exhibits
-from etrain_jupyter.notebook.dashboard.exhibits_html import render_exhibits
+from etrain_jupyter.notebook.dashboard.html import render_exhibits
 from etrain_jupyter.notebook.dashboard.saved_exhibits import (
     ExhibitCache,
     SavedExhibit,

@@ -1,0 +1,1 @@
+"""Render numbers, tables and charts as plain text, HTML and SVG."""
