@@ -30,7 +30,7 @@ from benchmarks.scale_handlers import measure_handlers
 from etrain_jupyter.bundle.restore import HEADER
 from etrain_jupyter.log import events
 from etrain_jupyter.log.event_log import read_events
-from etrain_jupyter.notebook.dashboard.changes import SentSnapshot
+from etrain_jupyter.notebook.dashboard.feed import SentSnapshot
 from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.process.peers import pinned_to_scheduler
 from etrain_jupyter.process.tls import mint_certificates, read_security, write_certificates

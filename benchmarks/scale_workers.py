@@ -23,8 +23,8 @@ from distributed.core import rpc
 
 from benchmarks.scale_trainer import SleepingTrainer, Steps
 from etrain_jupyter.process.entry import collect_garbage_rarely
-from etrain_jupyter.process.frame_reader import FrameReader
 from etrain_jupyter.process.peers import (
+    FrameReader,
     decode_plain,
     pinned_to_scheduler,
     read_plain_values_only,

@@ -40,7 +40,7 @@ from etrain_jupyter.data.parts import (
 from etrain_jupyter.data.progress import Progress
 from etrain_jupyter.data.shard_files import BLOCKS_PER_FILE
 from etrain_jupyter.data.sources import Source
-from etrain_jupyter.data.spill import Bucket, Group, LargeBucket, plan_groups
+from etrain_jupyter.data.spill import Group, LargeBucket, RowBucket, plan_groups
 from etrain_jupyter.data.workers import Workers
 from etrain_jupyter.errors import ShardError
 
@@ -95,7 +95,7 @@ class ParallelWriter:
         """Let workers recognize the shared folder."""
         self.write.path(TOKEN).write_text(self.write.token)
 
-    def gather(self, source: Source, ranges: Sequence[tuple[int, int]]) -> list[Bucket]:
+    def gather(self, source: Source, ranges: Sequence[tuple[int, int]]) -> list[RowBucket]:
         """Read the source.
 
         Returns:
@@ -105,9 +105,9 @@ class ParallelWriter:
             ShardError: If the source cannot be sent, or a row cannot be read or stored.
         """
         progress = Progress("shuffling", source.num_rows, self.out)
-        found: dict[int, list[Bucket]] = {}
+        found: dict[int, list[RowBucket]] = {}
 
-        def keep(number: int, buckets: list[Bucket]) -> None:
+        def keep(number: int, buckets: list[RowBucket]) -> None:
             found[number] = buckets
             num_bytes = sum(bucket.num_bytes for bucket in buckets)
             progress.add(sum(bucket.num_rows for bucket in buckets), num_bytes)
@@ -122,9 +122,9 @@ class ParallelWriter:
             keep(missing[call], buckets)
         progress.finish()
         parts = [found[number] for number in range(len(ranges))]
-        return [Bucket.joined(same) for same in zip(*parts, strict=True)]
+        return [RowBucket.joined(same) for same in zip(*parts, strict=True)]
 
-    def plan_groups(self, buckets: Sequence[Bucket]) -> list[Group]:
+    def plan_groups(self, buckets: Sequence[RowBucket]) -> list[Group]:
         """Return the groups, after the large buckets were divided."""
         found: list[Found] = list(plan_groups(buckets, self.write.seed))
         while large := [item for item in found if isinstance(item, LargeBucket)]:

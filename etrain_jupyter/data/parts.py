@@ -29,16 +29,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from etrain_jupyter.data.conforming import conform
 from etrain_jupyter.data.formats.own import PROGRESS
 from etrain_jupyter.data.places import open_place
+from etrain_jupyter.data.schemas import conform
 from etrain_jupyter.data.shard_files import cut, fill_of, name_of, write_blocks
 from etrain_jupyter.data.sources import Tables
 from etrain_jupyter.data.spill import (
-    Bucket,
     Group,
     LargeBucket,
     Piece,
+    RowBucket,
     load_group,
     read_pieces,
     write_part,
@@ -92,7 +92,7 @@ def part_name(number: int) -> str:
 # ------------------------------------------------------------------------------------------- tasks
 
 
-def gather(write: SharedWrite, digest: str, number: int, first: int, end: int) -> list[Bucket]:
+def gather(write: SharedWrite, digest: str, number: int, first: int, end: int) -> list[RowBucket]:
     """Divide a range of the source into buckets, and return them.
 
     Args:
@@ -115,7 +115,7 @@ def gather(write: SharedWrite, digest: str, number: int, first: int, end: int) -
     return found
 
 
-def divide(write: SharedWrite, large: LargeBucket) -> list[Bucket]:
+def divide(write: SharedWrite, large: LargeBucket) -> list[RowBucket]:
     """Divide a bucket that does not fit into memory."""
     _check_folder(write)
     found = read_buckets(write, large.name)
@@ -162,14 +162,14 @@ def _write_file(write: SharedWrite, number: int, blocks: Sequence[pa.Table]) -> 
 # ----------------------------------------------------------------------------------------- results
 
 
-def read_buckets(write: SharedWrite, name: str) -> list[Bucket] | None:
+def read_buckets(write: SharedWrite, name: str) -> list[RowBucket] | None:
     """Return the buckets in a file that ``write_part`` has written; None if it is not complete."""
     content = _load_json(write.path(f"{name}.json"))
     if content is None:
         return None
     path = str(write.path(name))
     return [
-        Bucket(
+        RowBucket(
             num_rows=num_rows,
             num_bytes=num_bytes,
             pieces=tuple(Piece(path, first, end) for first, end in pieces),
@@ -194,7 +194,7 @@ def save_json(path: Path, content: Any) -> None:
     os.replace(partial, path)
 
 
-def _keep(path: Path, buckets: list[Bucket]) -> list[Bucket]:
+def _keep(path: Path, buckets: list[RowBucket]) -> list[RowBucket]:
     content = [
         [bucket.num_rows, bucket.num_bytes, [piece[1:] for piece in bucket.pieces]]
         for bucket in buckets

@@ -26,7 +26,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from etrain_jupyter.data.conforming import conform, plain
 from etrain_jupyter.data.formats.own import MANIFEST, PROGRESS, manifest_of
 from etrain_jupyter.data.index import Block, ShardFile, ShardIndex
 from etrain_jupyter.data.local_workers import open_local_workers
@@ -34,6 +33,7 @@ from etrain_jupyter.data.parallel_writer import ParallelWriter, plan_files, plan
 from etrain_jupyter.data.parts import SharedWrite
 from etrain_jupyter.data.places import NoPlaceError, Place, open_place
 from etrain_jupyter.data.progress import Progress
+from etrain_jupyter.data.schemas import conform, plain
 from etrain_jupyter.data.shard_files import (
     BLOCKS_PER_FILE,
     FILL,

@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -221,7 +222,7 @@ def _engine() -> Any:
     # Imported on first use: pyarrow is an optional dependency, and describing a set or refusing a
     # wrong argument must work without it.
     try:
-        from etrain_jupyter.data import engine
+        from etrain_jupyter.data import columns, opening, reader
     except ModuleNotFoundError as exc:
         if exc.name != "pyarrow":
             raise
@@ -229,7 +230,9 @@ def _engine() -> Any:
             "Shards needs pyarrow, which is not installed. Install it on this machine and on the "
             'workers: pip install "etrain-jupyter[data]"'
         ) from exc
-    return engine
+    return SimpleNamespace(
+        ShardReader=reader.ShardReader, columns=columns, index_place=opening.index_place
+    )
 
 
 def _columns() -> Any:

@@ -14,7 +14,7 @@ data. A bucket that is too large is divided again in the same way.
     load_group    second pass
 
 The result depends only on the rows and the seed: not on the ranges, and not on when rows arrived.
-So sizes of buckets are those of their rows, see ``row_sizes``, and not those of the files.
+So sizes of buckets are those of their rows, see ``num_bytes_of``, and not those of the files.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from etrain_jupyter.data.row_sizes import num_bytes_of
 from etrain_jupyter.rules.samples.ledger import hash_of, key_of
 
 NUM_BUCKETS = 256
@@ -36,6 +36,9 @@ GROUP_BYTES = 128 << 20
 """Maximum size of the rows that are permuted in memory."""
 FLUSH_BYTES = 64 << 20
 """Size of the rows that are collected before they are appended to the files."""
+_OFFSET_BYTES = 4
+_UNKNOWN_BYTES = 16
+"""Size of a value of a type without a known size, such as a union."""
 
 
 class Piece(NamedTuple):
@@ -48,12 +51,12 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucket:
+class RowBucket:
     """The rows whose numbers have the same hash, in the order of the source."""
 
     num_rows: int
     num_bytes: int
-    """Size of the rows, see ``row_sizes``."""
+    """Size of the rows, see ``num_bytes_of``."""
     pieces: tuple[Piece, ...]
 
     @classmethod
@@ -139,10 +142,10 @@ class Spill:
             self.weights[bucket][1] += num_bytes_of(table)
             self.num_rows += len(table)
 
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[RowBucket]:
         """Return the buckets of all rows that have been written."""
         return [
-            Bucket(
+            RowBucket(
                 num_rows=num_rows,
                 num_bytes=num_bytes,
                 pieces=(Piece(str(self._path(number)), 0, size),) if size else (),
@@ -156,7 +159,7 @@ class Spill:
         return self._folder / f"bucket-{bucket:03}"
 
 
-def write_part(path: Path, tables: Iterable[pa.Table], *, seed: int, first: int) -> list[Bucket]:
+def write_part(path: Path, tables: Iterable[pa.Table], *, seed: int, first: int) -> list[RowBucket]:
     """Write consecutive rows of a source to a file, divided into buckets.
 
     The file appears once it is complete.
@@ -192,13 +195,13 @@ def write_part(path: Path, tables: Iterable[pa.Table], *, seed: int, first: int)
         os.fsync(file.fileno())
     os.replace(partial, path)
     return [
-        Bucket(num_rows=num_rows, num_bytes=num_bytes, pieces=tuple(found))
+        RowBucket(num_rows=num_rows, num_bytes=num_bytes, pieces=tuple(found))
         for (num_rows, num_bytes), found in zip(weights.tolist(), pieces, strict=True)
     ]
 
 
 def plan_groups(
-    buckets: Sequence[Bucket], seed: int, name: str = "large"
+    buckets: Sequence[RowBucket], seed: int, name: str = "large"
 ) -> Iterator[Group | LargeBucket]:
     """Yield groups of buckets that fit into memory, and the buckets that do not; each row once.
 
@@ -226,7 +229,7 @@ def plan_groups(
 
 
 def divided_groups(
-    buckets: Sequence[Bucket], seed: int, folder: Path, schema: pa.Schema
+    buckets: Sequence[RowBucket], seed: int, folder: Path, schema: pa.Schema
 ) -> Iterator[Group]:
     """Yield all groups; a large bucket is divided when its turn comes.
 
@@ -311,6 +314,57 @@ def _write_batches(file: BinaryIO, table: pa.Table) -> None:
         file.write(batch.serialize())
 
 
-def _group_of(buckets: Sequence[Bucket], numbers: Sequence[int], seed: int) -> Group:
-    pieces = Bucket.joined(buckets[number] for number in numbers).pieces
+def _group_of(buckets: Sequence[RowBucket], numbers: Sequence[int], seed: int) -> Group:
+    pieces = RowBucket.joined(buckets[number] for number in numbers).pieces
     return Group(pieces=pieces, key=key_of(seed, numbers[0] + 1))
+
+
+def num_bytes_of(table: pa.Table) -> int:
+    """Return the size of the rows of a table, which is the sum of the sizes of its rows.
+
+    It is close to the memory that they use, and depends only on the values, not on the chunks.
+    ``Table.nbytes`` does not add up: it rounds validity bitmaps and counts one more offset per
+    array, so the same rows have another size after they were divided differently.
+    """
+    return sum(_size_of(chunk) for column in table.columns for chunk in column.chunks)
+
+
+def _size_of(array: pa.Array) -> int:
+    if isinstance(array, pa.ExtensionArray):
+        return _size_of(array.storage)
+    kind = array.type
+    if pa.types.is_boolean(kind):
+        return len(array)
+    if pa.types.is_null(kind):
+        return 0
+    if _is_variable(kind):
+        total: int | None = pc.sum(pc.binary_length(array)).as_py()
+        return _OFFSET_BYTES * len(array) + (total or 0)
+    if _is_list(kind):
+        return _OFFSET_BYTES * len(array) + _size_of(array.flatten())
+    if pa.types.is_struct(kind):
+        return sum(map(_size_of, array.flatten()))
+    if pa.types.is_map(kind):
+        # Unlike those of a list, the entries of a slice must be cut out.
+        first, end = array.offsets[0].as_py(), array.offsets[len(array)].as_py()
+        inner = (part.slice(first, end - first) for part in (array.keys, array.items))
+        return _OFFSET_BYTES * len(array) + sum(map(_size_of, inner))
+    try:
+        return int(kind.bit_width) // 8 * len(array)
+    except ValueError:
+        return _UNKNOWN_BYTES * len(array)
+
+
+def _is_variable(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_binary(kind)
+        or pa.types.is_string(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_large_string(kind)
+    )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )

@@ -14,15 +14,16 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.curves import (
     MAX_VALUE,
     STEPPED,
+    ScalingPoints,
     check_columns,
     curves_of,
     default_columns,
     name_of,
     scale_of,
+    scaling_points,
 )
 from etrain_jupyter.insight.measures import Floats, to_floats
 from etrain_jupyter.insight.runs import Axis, Job, Run, check_axis, read_run
-from etrain_jupyter.insight.scaling import ScalingPoints, scaling_points
 from etrain_jupyter.log.columns import STEP_COLUMNS
 from etrain_jupyter.log.events import (
     Event,

@@ -18,9 +18,9 @@ from etrain_jupyter.insight.curves import (
     default_columns,
     name_of,
     scale_of,
+    scaling_points,
 )
 from etrain_jupyter.insight.runs import Axis, Run
-from etrain_jupyter.insight.scaling import scaling_points
 from etrain_jupyter.insight.table import columns_of, short_value
 from etrain_jupyter.untrusted import plain_line
 

@@ -91,7 +91,7 @@ class Score:
     final: float
 
 
-class RunRecord(JobRecord):
+class PricedRecord(JobRecord):
     """Record of a job with its prices over time, its machines and the gaps between attempts."""
 
     def __init__(self) -> None:
@@ -271,7 +271,7 @@ class Run:
 
 def read_run(job: Job) -> Run:
     """Fold the log of a job."""
-    record = RunRecord().apply_all(job.events())
+    record = PricedRecord().apply_all(job.events())
     config = record.config
     return Run(
         job_id=job.id,

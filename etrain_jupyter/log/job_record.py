@@ -55,7 +55,6 @@ from etrain_jupyter.log.events import (
     WorkersSized,
 )
 from etrain_jupyter.log.startup import Startup
-from etrain_jupyter.log.type_work import TypeWork
 
 NOT_BEGUN = 2**53
 """Start step of a generation that has no events yet, because it may still load a checkpoint."""
@@ -66,6 +65,19 @@ newest."""
 
 SET_BACK_S = 60.0
 """Times of steps that fall by more show that a clock was set back. By less, rank 0 has moved."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypeWork:
+    """Samples and busy time of the workers on one machine type, added up."""
+
+    samples: int = 0
+    busy_s: float = 0.0
+    """Time of their steps without waiting for other workers, in seconds."""
+
+    def plus(self, samples: int, busy_s: float) -> TypeWork:
+        """Return the sum."""
+        return TypeWork(samples=self.samples + samples, busy_s=self.busy_s + max(0.0, busy_s))
 
 
 @dataclass(kw_only=True)

@@ -22,7 +22,7 @@ from etrain_jupyter.pools.catalog import read_own_catalog
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.state_root import state_root
-from etrain_jupyter.storage.bucket_log.place import private_root
+from etrain_jupyter.storage.bucket_log.locations import private_root
 from etrain_jupyter.untrusted import is_private_folder, read_regular
 
 NOTES = "schedulers"

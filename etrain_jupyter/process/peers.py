@@ -22,10 +22,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import struct
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
-
-from etrain_jupyter.process.frame_reader import FrameReader
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,13 @@ WORKER_REQUESTS = frozenset(
 _plain_only: contextvars.ContextVar[bool] = contextvars.ContextVar("plain_only", default=False)
 _is_process_plain = False
 _dask_loads: Callable[..., Any] | None = None
+CHUNK_BYTES = 1 << 20
+"""Maximum number of bytes per read."""
+
+MAX_FRAMES = 10_000
+"""Maximum number of frames of a message; plain values take one."""
+
+_LENGTHS = struct.Struct("QQ")
 
 
 class RefusedMessageError(ConnectionError):
@@ -199,3 +206,77 @@ def pinned_to_scheduler(connection_args: dict[str, Any]) -> dict[str, Any]:
     # with a worker's certificate could impersonate the scheduler.
     connection_args["ssl_context"].check_hostname = True
     return connection_args | {"server_hostname": "scheduler"}
+
+
+class MalformedFramesError(ValueError):
+    """A peer sent bytes that are not one of Dask's messages."""
+
+
+def split_messages(buffer: bytearray) -> Iterator[bytes]:
+    """Remove each complete message from the start of a buffer, and yield its first frame.
+
+    ::
+
+        Q: length of some of the frames | Q: number of frames | Q: length of each | frames
+
+    Raises:
+        MalformedFramesError: If the buffer does not start with a message.
+    """
+    while len(buffer) >= _LENGTHS.size:
+        _, num_frames = _LENGTHS.unpack_from(buffer)
+        if not 1 <= num_frames <= MAX_FRAMES:
+            raise MalformedFramesError(f"a message has {num_frames} frames")
+        start = _LENGTHS.size + 8 * num_frames
+        if len(buffer) < start:
+            return
+        lengths = struct.unpack_from(f"{num_frames}Q", buffer, _LENGTHS.size)
+        end = start + sum(lengths)
+        if len(buffer) < end:
+            return
+        first = bytes(buffer[start : start + lengths[0]])
+        del buffer[:end]
+        yield first
+
+
+class FrameReader:
+    """Read and decode the messages of one connection, one at a time and in order.
+
+    It reads all messages that have arrived at once. Dask's ``comm.read`` waits for the length of a
+    message and then for the rest, and unregisters the socket from the event loop in between. That
+    costs the scheduler more than to handle a short message.
+
+    Args:
+        comm: Dask's connection over TCP or TLS, at the start of a message. Nothing else reads it.
+        decode: Decodes a message, given its frames.
+    """
+
+    def __init__(self, comm: Any, decode: Callable[[list[bytes]], Any]) -> None:
+        self._comm = comm
+        self._decode = decode
+        self._buffer = bytearray()
+        self._ready: deque[bytes] = deque()
+
+    async def read(self, deserializers: Any = None) -> Any:
+        """Return the next message.
+
+        Raises:
+            CommClosedError: If the connection has ended.
+        """
+        from distributed.comm.core import CommClosedError
+
+        try:
+            while not self._ready:
+                if (stream := self._comm.stream) is None:
+                    raise CommClosedError(f"in {self._comm}: the connection is closed")
+                self._buffer += await stream.read_bytes(CHUNK_BYTES, partial=True)
+                self._ready.extend(split_messages(self._buffer))
+            return self._decode([self._ready.popleft()])
+        except OSError as exc:  # also tornado's StreamClosedError and those of TLS
+            self._comm.abort()
+            if isinstance(exc, CommClosedError):
+                raise
+            raise CommClosedError(f"in {self._comm}: {type(exc).__name__}: {exc}") from exc
+        except BaseException:
+            # Perhaps some bytes of a message are lost, so the rest cannot be read.
+            self._comm.abort()
+            raise

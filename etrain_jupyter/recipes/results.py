@@ -24,7 +24,7 @@ class Cost(Protocol):
         ...
 
 
-class Job(Protocol):
+class PricedJob(Protocol):
     """The part of a ``TrainingJob`` that the table reads."""
 
     @property
@@ -42,7 +42,7 @@ class Job(Protocol):
 
 
 def results_table(
-    jobs: Iterable[Job], *, scores: Sequence[str] = ("eval_exact", "eval_f1")
+    jobs: Iterable[PricedJob], *, scores: Sequence[str] = ("eval_exact", "eval_f1")
 ) -> list[dict[str, Any]]:
     """Compare jobs: one row per job, for ``pandas.DataFrame``.
 
@@ -77,7 +77,7 @@ def results_table(
     return rows
 
 
-def _row_of(job: Job, scores: Sequence[str]) -> dict[str, Any]:
+def _row_of(job: PricedJob, scores: Sequence[str]) -> dict[str, Any]:
     history = job.history()
     num_steps = len(history["step"])
     if num_steps < 2:

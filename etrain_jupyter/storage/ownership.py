@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etrain_jupyter.storage.bucket_log.place import private_root
+from etrain_jupyter.storage.bucket_log.locations import private_root
 
 RECORD_FORMAT = 2
 """Format of ``job.json`` and ``study.json``; etrain-jupyter 0.1 wrote none."""

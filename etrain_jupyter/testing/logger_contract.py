@@ -37,8 +37,7 @@ from etrain_jupyter.log.events import (
     SchedulerRestarted,
     StepCompleted,
 )
-from etrain_jupyter.log.exhibit_files import write_exhibit
-from etrain_jupyter.log.exhibits import Table, digest_of, encode_table, exhibit_key
+from etrain_jupyter.log.exhibits import Table, digest_of, encode_table, exhibit_key, write_exhibit
 from etrain_jupyter.log.loggers.base import (
     Exhibit,
     Logger,

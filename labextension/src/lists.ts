@@ -1,4 +1,4 @@
-// Apply changes to the lists of a snapshot, row by row. The counterpart of changes.py.
+// Apply changes to the lists of a snapshot, row by row. The counterpart of feed.py.
 
 export type Row = Record<string, unknown>;
 

@@ -12,10 +12,10 @@ from playwright.sync_api import Locator, Page
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log import events as t
 from etrain_jupyter.log.exhibits import Content
-from etrain_jupyter.notebook.dashboard import exhibits
 from etrain_jupyter.notebook.dashboard.browser import WIDGET_SCRIPT
 from etrain_jupyter.notebook.dashboard.feed import ViewFeed
 from etrain_jupyter.notebook.dashboard.job_view import JobView
+from etrain_jupyter.notebook.dashboard.saved_exhibits import answer_request
 
 # Mount our module like anywidget, and record sent messages and layout shifts for the tests.
 MOUNT = """
@@ -109,7 +109,7 @@ class View:
                 raise RunStoreError(f"{name} of step {step} does not exist")
             return contents[name, step]
 
-        self.feed.post(*exhibits.answer(read, asked))
+        self.feed.post(*answer_request(read, asked))
         self.settle()
         return asked
 

@@ -8,8 +8,7 @@ import pytest
 from etrain_jupyter.cli import main
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import ExhibitStored, JobStatusChanged, JobSubmitted, StepCompleted
-from etrain_jupyter.log.exhibit_files import write_exhibit
-from etrain_jupyter.log.exhibits import digest_of
+from etrain_jupyter.log.exhibits import digest_of, write_exhibit
 from etrain_jupyter.notebook.commands.subcommands import subcommands
 from etrain_jupyter.notebook.job.run_store import RunStore
 from tests.unit.log.spent import PLAIN_STEP

@@ -13,9 +13,9 @@ from etrain_jupyter.data.formats.arrow_messages import (
     Message,
     walk_messages,
 )
-from etrain_jupyter.data.formats.schemas import check_same_schema
 from etrain_jupyter.data.index import BLOCK_BYTES, Block, ShardFile, ShardIndex, drop_empty
 from etrain_jupyter.data.places import Place
+from etrain_jupyter.data.schemas import check_same_schema
 from etrain_jupyter.errors import ShardError
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etrain_jupyter.data.formats.schemas import check_same_schema
 from etrain_jupyter.data.index import Block, ShardFile, ShardIndex
 from etrain_jupyter.data.places import Place
+from etrain_jupyter.data.schemas import check_same_schema
 from etrain_jupyter.errors import ShardError
 
 _MAGIC = b"PAR1"

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log import events
-from etrain_jupyter.log.exhibit_files import remove_exhibits, write_exhibit
 from etrain_jupyter.log.exhibits import (
     MAX_EVALUATION_BYTES,
     MAX_PER_EVALUATION,
@@ -15,6 +14,8 @@ from etrain_jupyter.log.exhibits import (
     digest_of,
     exhibit_key,
     parse_exhibit,
+    remove_exhibits,
+    write_exhibit,
 )
 from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.wire import messages as m

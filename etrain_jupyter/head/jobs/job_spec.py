@@ -9,7 +9,7 @@ from typing import Any
 
 from etrain_jupyter.config.schema import LogConfig, TrainConfig
 from etrain_jupyter.log.event_log import LOG_FILE
-from etrain_jupyter.storage.bucket_log.place import spool_of
+from etrain_jupyter.storage.bucket_log.locations import spool_of
 from etrain_jupyter.storage.checkpoints import place_of_job
 
 LAST_LINES = 400

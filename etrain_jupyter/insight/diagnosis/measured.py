@@ -13,7 +13,7 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.diagnosis.rules import MIN_STEPS, Round
 from etrain_jupyter.insight.diagnosis.step_parts import StepParts
 from etrain_jupyter.insight.measures import Columns, to_floats
-from etrain_jupyter.insight.runs import Job, RunRecord
+from etrain_jupyter.insight.runs import Job, PricedRecord
 from etrain_jupyter.log.events import (
     CheckpointCommitted,
     Event,
@@ -68,7 +68,7 @@ class Measured:
     """Parameters of the model as text; empty if the log has no size."""
 
 
-def read_measured(job: Job) -> Measured:
+def read_step_times(job: Job) -> Measured:
     """Return the parts of the steps of a job's newest generation that has enough of them.
 
     Raises:
@@ -112,7 +112,7 @@ def read_measured(job: Job) -> Measured:
     )
 
 
-class _TimesRecord(RunRecord):
+class _TimesRecord(PricedRecord):
     """Record of a job with the reports of its workers and its checkpoints."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class _TimesRecord(RunRecord):
         return super().apply(event)
 
 
-def _gradient_bytes(record: RunRecord) -> float | None:
+def _gradient_bytes(record: PricedRecord) -> float | None:
     if record.plan is None or not record.plan.num_parameters:
         return None
     compression = str(record.config.get("compression") or "none")

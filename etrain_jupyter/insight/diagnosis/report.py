@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.display.numbers import MISSING, seconds
 from etrain_jupyter.display.tables import align_columns, data_frame, html_list, html_of, html_table
-from etrain_jupyter.insight.diagnosis.measured import Measured, read_measured
+from etrain_jupyter.insight.diagnosis.measured import Measured, read_step_times
 from etrain_jupyter.insight.diagnosis.remedies import Remedy, remedy_of
 from etrain_jupyter.insight.diagnosis.rules import (
     NOTED_FROM,
@@ -217,7 +217,7 @@ def diagnose_job(job: Job, *, is_running: bool = False, cores: float = math.inf)
     Raises:
         ConfigError: If the job has no steps, or no worker has reported its times yet.
     """
-    measured = read_measured(job)
+    measured = read_step_times(job)
     verdict = judge(
         measured.workers,
         rounds=measured.rounds,

@@ -22,7 +22,7 @@ from etrain_jupyter.log.events import (
     JobStatusChanged,
     JobSubmitted,
 )
-from etrain_jupyter.log.exhibit_files import load_stored
+from etrain_jupyter.log.exhibits import load_stored
 from etrain_jupyter.log.loggers.base import Logger, Record, RunInfo, is_final
 from etrain_jupyter.log.loggers.timeline import ReadExhibit, Rewind, Timeline, find_rewinds
 from etrain_jupyter.untrusted import check_job_id

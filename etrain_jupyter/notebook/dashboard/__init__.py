@@ -1,8 +1,8 @@
 """The display of a job, derived from its events alone.
 
 Start with ``job_view``, which folds events into a ``snapshot`` and curves. Its parts are
-``series``, ``curves``, ``entries``, ``event_text``, ``workers``, ``waiting``, ``controls``,
-``pace`` and ``freshness``. ``feed`` sends the changes to a view, ``html`` renders a snapshot
+``series``, ``curves``, ``entries``, ``event_text``, ``facts``, ``workers``, ``pace`` and
+``freshness``. ``feed`` sends the changes to a view, ``html`` renders a snapshot
 without JavaScript, ``side_panel`` lists the jobs of this kernel, and ``browser`` and ``link`` are
 the channels to the browser. ``widget.Dashboard`` combines them.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import singledispatchmethod
 
+from etrain_jupyter.display.numbers import seconds
 from etrain_jupyter.log.blocks import StepRun, runs_of
 from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
@@ -45,7 +46,6 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.log.job_record import apply_exhibit, fall_of
 from etrain_jupyter.log.startup import Startup
-from etrain_jupyter.notebook.dashboard.controls import controls_of
 from etrain_jupyter.notebook.dashboard.curves import CurveSet
 from etrain_jupyter.notebook.dashboard.entries import Entries, Markers
 from etrain_jupyter.notebook.dashboard.event_text import (
@@ -54,10 +54,10 @@ from etrain_jupyter.notebook.dashboard.event_text import (
     first_step_line,
     restored_text,
 )
-from etrain_jupyter.notebook.dashboard.exhibits import series_of
-from etrain_jupyter.notebook.dashboard.facts import JobFacts
+from etrain_jupyter.notebook.dashboard.facts import JobFacts, controls_of
 from etrain_jupyter.notebook.dashboard.freshness import Freshness
 from etrain_jupyter.notebook.dashboard.pace import StepRate
+from etrain_jupyter.notebook.dashboard.saved_exhibits import series_of
 from etrain_jupyter.notebook.dashboard.snapshot import (
     BestValue,
     ChartList,

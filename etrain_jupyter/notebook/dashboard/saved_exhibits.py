@@ -1,7 +1,14 @@
-"""Exhibits in the saved output of a job: the newest ones, within a limit.
+"""Exhibits on the dashboard: in the snapshot, in messages, and in the saved output.
 
-A notebook stores them twice: as HTML for front ends without the extension, and as JSON for the
-extension, which displays them with a slider while no kernel is attached to the job.
+The snapshot has their names and steps. A view requests the content of one exhibit when it displays
+it::
+
+    view     exhibit (view, name, step) ->
+    kernel       <- exhibit (to, name, step, format, error, text or table), a PNG as a buffer
+
+The saved output has the newest ones, within a limit. A notebook stores them twice: as HTML for
+front ends without the extension, and as JSON for the extension, which displays them with a slider
+while no kernel is attached to the job.
 """
 
 from __future__ import annotations
@@ -9,14 +16,15 @@ from __future__ import annotations
 import base64
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.log.events import ExhibitStored
-from etrain_jupyter.log.exhibits import NAME, Content
-from etrain_jupyter.notebook.dashboard.exhibits import ReadExhibit, describe_content
+from etrain_jupyter.log.exhibits import NAME, Content, Table
+from etrain_jupyter.notebook.dashboard.snapshot import ExhibitSeries, to_json
+from etrain_jupyter.untrusted import plain_text
 
 MAX_BYTES = 300_000
 """Maximum size of the exhibits in the saved output of a job that has ended. Base64 adds a third,
@@ -27,6 +35,14 @@ MAX_EXHIBITS = 50
 """Maximum number of exhibits in the saved output; the front end keeps as many."""
 MAX_READ_S = 5.0
 """Seconds after which no further exhibit is read. The next update reads the rest."""
+ReadExhibit = Callable[[str, int], Content]
+"""Returns the content of an exhibit, given its name and step; raises an ``EtrainError``."""
+
+MAX_NAMES = 50
+"""Maximum number of names in a snapshot; beyond it, names without recent steps are left out."""
+MAX_STEPS = 300
+"""Maximum number of steps per name in a snapshot. The coordinator keeps fewer, but a log may come
+from another user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,3 +161,59 @@ class ExhibitCache:
 
 def _key(event: ExhibitStored) -> tuple[int, str, str]:
     return event.step, event.name, event.digest
+
+
+def series_of(exhibits: Mapping[int, Mapping[str, ExhibitStored]]) -> tuple[ExhibitSeries, ...]:
+    """Return the names and steps of a job's exhibits, which are given by step and then by name."""
+    steps: dict[str, list[int]] = {}
+    for step in sorted(exhibits, reverse=True):
+        for name in exhibits[step]:
+            if NAME.fullmatch(name) and (name in steps or len(steps) < MAX_NAMES):
+                steps.setdefault(name, []).append(step)
+    return tuple(
+        ExhibitSeries(name=name, steps=tuple(reversed(steps[name][:MAX_STEPS])))
+        for name in sorted(steps)
+    )
+
+
+def answer_request(
+    read: ReadExhibit | None, content: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[bytes]]:
+    """Answer a view's request for an exhibit.
+
+    Returns:
+        The message, and its buffers.
+    """
+    name, step = content.get("name"), content.get("step")
+    message: dict[str, Any] = {
+        "kind": "exhibit",
+        "to": str(content.get("view", "")),
+        "name": name,
+        "step": step,
+        "error": "",
+    }
+    if read is None or not isinstance(name, str) or not isinstance(step, int):
+        return message | {"error": "This exhibit is not available."}, []
+    try:
+        found = read(name, step)
+    except (EtrainError, OSError) as exc:
+        return message | {"error": plain_text(str(exc))}, []
+    description, buffers = describe_content(found)
+    return message | description, buffers
+
+
+def describe_content(content: Content) -> tuple[dict[str, Any], list[bytes]]:
+    """Return the format and the text or table of an exhibit as JSON, and a PNG as a buffer."""
+    match content:
+        case bytes():
+            return {"format": "png"}, [content]
+        case str():
+            return {"format": "text", "text": plain_text(content)}, []
+        case Table():
+            rows = [[_cell(value) for value in row] for row in content.rows]
+            table = {"columns": [plain_text(name) for name in content.columns], "rows": rows}
+            return {"format": "table", "table": table}, []
+
+
+def _cell(value: Any) -> Any:
+    return plain_text(value) if isinstance(value, str) else to_json(value)

@@ -8,12 +8,6 @@ searches that this kernel follows, ``others``, running jobs that this kernel can
 receives one ``answer``, with that name in ``to``.
 """
 
-# Two threads, to keep a slow scan from delaying the rows:
-#
-#   browser              watch ........ 20 s ........ watch ............... (page closed)
-#   etrain-side-panel    rows  rows  -  rows ......... rows ..... 120 s later: thread ends
-#   etrain-look-around   scan (may hang) ---------> others, pools with the next rows
-
 from __future__ import annotations
 
 import threading
@@ -22,6 +16,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from etrain_jupyter.notebook.dashboard.job_view import JobView
+from etrain_jupyter.notebook.dashboard.series import means
+
 ROWS_EVERY_S = 0.5
 POLL_EVERY_S = 20.0
 """Interval of scans for other jobs and for pools."""
@@ -29,6 +26,9 @@ MAX_STUDIES = 16
 """Maximum number of studies; the ones that changed last are sent."""
 WATCHED_S = 120.0
 """How long a ``watch`` is valid; a page in the background repeats it only once per minute."""
+MAX_CURVE_POINTS = 48
+"""Maximum points in the sparkline: at least one per pixel."""
+LONG_FIELDS = ("workers", "events", "markers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Listed(Protocol):
         """Return a number that grows with each change."""
 
     def row(self) -> dict[str, Any]:
-        """Return its row; see ``row.row_of``."""
+        """Return its row; see ``row_of``."""
 
 
 Look = Callable[[Collection[str], bool], OtherJobs]
@@ -130,7 +130,7 @@ class SidePanel:
         self._is_due.set()
 
     def put_study(self, study_id: str, row: Mapping[str, Any]) -> None:
-        """List a study, replacing its previous row; see ``study.panel_row``. Never blocks."""
+        """List a study, replacing its previous row; see ``study.screen.study_row``. Never blocks."""
         with self._lock:
             self._studies.pop(study_id, None)
             self._studies[study_id] = row
@@ -265,3 +265,21 @@ class SidePanel:
 def _job_ids_in(content: Mapping[str, Any]) -> list[str]:
     job_ids = content.get("job_ids")
     return [str(job_id) for job_id in job_ids] if isinstance(job_ids, list) else []
+
+
+def row_of(view: JobView) -> dict[str, Any]:
+    """Return ``snapshot`` without its lists and traceback, and ``loss`` as ``{x, y}``."""
+    # Each job's row is sent up to twice per second, so it omits all parts that can become large.
+    snapshot = view.snapshot()
+    if snapshot.error is not None:
+        snapshot = replace(snapshot, error=replace(snapshot.error, traceback=""))
+    curve = view.curves.to_dict().get("loss")
+    x, y = means(*curve, MAX_CURVE_POINTS) if curve else ((), ())
+    return {
+        "snapshot": snapshot.to_json(without=LONG_FIELDS),
+        "loss": {
+            "x": [round(float(step), 1) for step in x],
+            # JSON has no NaN: null is a gap in the sparkline.
+            "y": [float(f"{v:.4g}") if abs(v) < float("inf") else None for v in map(float, y)],
+        },
+    }

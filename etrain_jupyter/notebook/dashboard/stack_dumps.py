@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
+from etrain_jupyter.display.numbers import counted
 from etrain_jupyter.log.events import STACKS_HEADER, LogLine
 from etrain_jupyter.notebook.dashboard.event_text import Line
 

@@ -12,22 +12,24 @@ from dataclasses import replace
 from typing import Any
 
 from etrain_jupyter.log.events import Event, ExhibitStored
-from etrain_jupyter.notebook.dashboard import browser, exhibits
+from etrain_jupyter.notebook.dashboard import browser
+from etrain_jupyter.notebook.dashboard.curves import UNDONE
 from etrain_jupyter.notebook.dashboard.feed import Curves, ViewFeed, thin_all
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
 from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.dashboard.link import link
-from etrain_jupyter.notebook.dashboard.row import row_of
 from etrain_jupyter.notebook.dashboard.saved_exhibits import (
     MAX_BYTES,
     MAX_BYTES_RUNNING,
     ExhibitCache,
+    ReadExhibit,
     SavedExhibits,
+    answer_request,
     choose_saved,
 )
 from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats
+from etrain_jupyter.notebook.dashboard.side_panel import row_of
 from etrain_jupyter.notebook.dashboard.snapshot import Snapshot
-from etrain_jupyter.notebook.dashboard.undone import UNDONE
 
 MIME = "application/vnd.etrain.job+json"
 FLUSH_EVERY_S = 0.05
@@ -70,7 +72,7 @@ class Dashboard:
         *,
         job_id: str,
         on_request: OnRequest,
-        read_exhibit: exhibits.ReadExhibit | None = None,
+        read_exhibit: ReadExhibit | None = None,
     ) -> None:
         self._job_id = job_id
         self._on_request = on_request
@@ -375,7 +377,7 @@ class Dashboard:
                 feed.detail(self._view, str(content.get("view", "")), first, last)
         elif content.get("kind") == "exhibit":
             # Do not hold _changed while reading, which may take seconds for a job in a bucket.
-            message, buffers = exhibits.answer(self._read_exhibit, content)
+            message, buffers = answer_request(self._read_exhibit, content)
             with self._changed:
                 feed.post(message, buffers)
         elif content.get("kind") == "request":

@@ -23,11 +23,11 @@ from etrain_jupyter.config.keys import (
 )
 from etrain_jupyter.config.vocabulary import NAMED_LR
 from etrain_jupyter.notebook.commands.arguments import SEARCH_COMMAND
+from etrain_jupyter.notebook.editor.cursor import CursorContext, Outline
 from etrain_jupyter.notebook.editor.lines import complete_line, find_magic
 from etrain_jupyter.notebook.editor.names import fitting_attributes, is_module, kind_of, names_for
 from etrain_jupyter.notebook.editor.offers import Completion, Facts, Offers, matching
 from etrain_jupyter.notebook.editor.outline import read_outline
-from etrain_jupyter.notebook.editor.place import CursorContext, Outline
 
 _NAME = re.compile(r"(?:[^\W\d]\w*)?")
 _ATTRIBUTE = re.compile(r"([^\W\d][\w.]*)\.\w*")
@@ -57,37 +57,39 @@ def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
         return complete_line(magic, cursor, facts)
     start = magic.body_start
     outline = read_outline(text[start:], cursor - start)
-    place = outline.place
+    context = outline.context
     # Before or inside an existing word, an insertion would leave the rest of the word behind.
-    if place is None or place.rest.strip() or place.is_whole:
+    if context is None or context.rest.strip() or context.is_whole:
         return Offers(cursor)
     is_search = magic.line.split()[:1] == [SEARCH_COMMAND]
-    if place.path[:1] == SEARCH and not is_search:
+    if context.path[:1] == SEARCH and not is_search:
         return Offers(cursor)
-    if place.is_key:
-        items = _keys(place, outline, facts)
-        if is_search and not place.path:
-            items += _search_key(place, outline)
-        return Offers(start + place.start, tuple(items))
-    return _in_cell(_values(place, outline, facts), place, start)
+    if context.is_key:
+        items = _keys(context, outline, facts)
+        if is_search and not context.path:
+            items += _search_key(context, outline)
+        return Offers(start + context.start, tuple(items))
+    return _in_cell(_values(context, outline, facts), context, start)
 
 
-def _in_cell(offers: Offers, place: CursorContext, body_start: int) -> Offers:
+def _in_cell(offers: Offers, context: CursorContext, body_start: int) -> Offers:
     # `epochs:|` is not a key until a space follows the colon, so insert the space with the
     # completion.
-    if place.lacks_space:
+    if context.lacks_space:
         offers = Offers(offers.start, tuple(Completion(f" {o.text}", o.kind) for o in offers.items))
-    return Offers(body_start + place.start + offers.start, offers.items)
+    return Offers(body_start + context.start + offers.start, offers.items)
 
 
 # --- keys -----------------------------------------------------------------------------------------
 
 
-def _keys(place: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
-    if place.path == METRICS:
-        return _metric_keys(place, outline, facts)
-    end = "" if place.has_colon else ": "
-    return matching((f"{key}{end}" for key in _free_keys(place.path, outline)), place.word, "key")
+def _keys(context: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
+    if context.path == METRICS:
+        return _metric_keys(context, outline, facts)
+    end = "" if context.has_colon else ": "
+    return matching(
+        (f"{key}{end}" for key in _free_keys(context.path, outline)), context.word, "key"
+    )
 
 
 def _free_keys(group: KeyPath, outline: Outline) -> list[str]:
@@ -99,13 +101,13 @@ def _free_keys(group: KeyPath, outline: Outline) -> list[str]:
     return keys_at(group, outline.given(group), top=top)
 
 
-def _search_key(place: CursorContext, outline: Outline) -> list[Completion]:
+def _search_key(context: CursorContext, outline: Outline) -> list[Completion]:
     if SEARCH[0] in outline.given(()):
         return []
-    return matching([SEARCH[0] + ("" if place.has_colon else ": ")], place.word, "key")
+    return matching([SEARCH[0] + ("" if context.has_colon else ": ")], context.word, "key")
 
 
-def _metric_keys(place: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
+def _metric_keys(context: CursorContext, outline: Outline, facts: Facts) -> list[Completion]:
     # Any metric name is allowed, so offer each of the notebook's functions under its own name.
     given = outline.given(METRICS)
     found = []
@@ -113,14 +115,14 @@ def _metric_keys(place: CursorContext, outline: Outline, facts: Facts) -> list[C
         # A completion ends with "(" or "." if the name alone is not a value.
         name = offer.text.rstrip("(.")
         if offer.kind in ("function", "instance") and name not in given:
-            found.append(name if place.has_colon else f"{name}: {name}")
-    return matching(found, place.word, "key")
+            found.append(name if context.has_colon else f"{name}: {name}")
+    return matching(found, context.word, "key")
 
 
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
+def _values(context: CursorContext, outline: Outline, facts: Facts) -> Offers:
     # `start` of the result is an offset in the value's text:
     #
     #   path                       completions
@@ -130,8 +132,8 @@ def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
     #   any other                  words of the schema, pools, metrics
     #   a reference, "Net|"        fitting names of the notebook too
     #   a reference, "nn.Li|"      attributes and keywords
-    word, path = place.word, place.path
-    if place.is_computed:
+    word, path = context.word, context.path
+    if context.is_computed:
         return _with_space(facts.complete_python(word), word, outline)
     if word.startswith("!"):
         return Offers(0, tuple(matching(["!py "], word, "value")))
@@ -143,7 +145,7 @@ def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
     units = _units(path, word)
     if units is not None:
         return units
-    offers = Offers(0, tuple(_literals(place, outline, facts)))
+    offers = Offers(0, tuple(_literals(context, outline, facts)))
     if not is_reference(path):
         return offers
     found = _python(path, word, facts)
@@ -155,8 +157,8 @@ def _values(place: CursorContext, outline: Outline, facts: Facts) -> Offers:
     return found
 
 
-def _literals(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[Completion]:
-    word, path = place.word, place.path
+def _literals(context: CursorContext, outline: Outline, facts: Facts) -> Iterator[Completion]:
+    word, path = context.word, context.path
     if path == ("pool",):
         known = [pool for pool in facts.pools() if accepts(path, pool)]
         yield from matching(known, word, "pool")
@@ -171,7 +173,7 @@ def _literals(place: CursorContext, outline: Outline, facts: Facts) -> Iterator[
     elif not word and group_at(path) is not None:
         yield from (Completion(f"{{{key}: ", "key") for key in _free_keys(path, outline))
     if not word and path == METRICS:
-        found = _metric_keys(place, outline, facts)
+        found = _metric_keys(context, outline, facts)
         yield from (Completion(f"{{{offer.text}", offer.kind) for offer in found)
 
 

@@ -4,19 +4,18 @@ A completion must not block typing. A background thread therefore reads lists fr
 caller waits at most ``MAX_WAIT_S`` for the new list, then uses the previous one.
 """
 
-#   caller   get(): wait 0.15 s, previous list     get(): new list
-#   thread   load ......... (slow disk) .........->
-
 from __future__ import annotations
 
 import builtins
 import inspect
 import keyword
+import os
 import re
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.completer import IPCompleter, provisionalcompleter, rectify_completions
@@ -24,9 +23,11 @@ from IPython.core.guarded_eval import EvaluationContext, guarded_eval
 
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.notebook.editor.offers import Completion, Offers
-from etrain_jupyter.notebook.job.known_jobs import list_known_jobs
+from etrain_jupyter.notebook.job.job_record import RECORD_FILE
+from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, default_root
 from etrain_jupyter.pools.local.pool import list_cluster_ids
 from etrain_jupyter.pools.registry import pool_names
+from etrain_jupyter.storage.bucket_log.locations import is_remote, spool_of_root
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -47,6 +48,7 @@ _DISABLED_MATCHERS = tuple(
 )
 _UNTYPED = (None, "<unknown>")
 _OPEN_CALL = re.compile(r"([^\W\d][\w.]*)\(([^()]*)$")
+_ID = re.compile(r"(.+)-[0-9a-f]{8}")
 
 
 class CachedList:
@@ -183,3 +185,37 @@ class ShellFacts:
         ]
         items = [f"{n}=" for n in free if n.startswith(word) and n not in given]
         return Offers(len(code) - len(word), tuple(Completion(text, "param") for text in items))
+
+
+def list_known_jobs(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Scan the folder once, and return the names and then the ids of known jobs, newest first.
+
+    This neither reads records nor accesses buckets. If the run store is in a bucket, only jobs with
+    a copy on this machine are listed. Unreadable entries are skipped.
+    """
+    root = environment.get(ROOT_VARIABLE)
+    # Completion must be fast, so read the local copies of a bucket only.
+    folder = spool_of_root(root) if root and is_remote(root) else default_root(environment)
+    found = sorted(_jobs_in(folder), reverse=True)
+    ids = [job_id for _, job_id in found]
+    names = [match[1] for match in map(_ID.fullmatch, ids) if match]
+    return list(dict.fromkeys([*names, *ids]))
+
+
+def _jobs_in(folder: Path) -> list[tuple[float, str]]:
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):  # a job that is being created
+                    continue
+                # The record is replaced at each resume, so its modification time is that of the
+                # last resume.
+                try:
+                    modified = os.stat(os.path.join(entry.path, RECORD_FILE)).st_mtime
+                except OSError:
+                    continue
+                found.append((modified, entry.name))
+    except OSError:
+        return []
+    return found

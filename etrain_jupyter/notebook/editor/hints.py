@@ -13,15 +13,15 @@ from etrain_jupyter.config.search_vocabulary import KNOWN_SEARCH_KEYS
 from etrain_jupyter.config.source_map import did_you_mean
 from etrain_jupyter.config.vocabulary import known_elsewhere
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND
+from etrain_jupyter.notebook.editor.cursor import CursorContext, Outline
 from etrain_jupyter.notebook.editor.help_texts import (
     find_parser,
     help_on_cell,
     help_on_magic,
     usage_of,
 )
-from etrain_jupyter.notebook.editor.lines import Magic, find_flag, find_magic, find_place
+from etrain_jupyter.notebook.editor.lines import Magic, find_context, find_flag, find_magic
 from etrain_jupyter.notebook.editor.outline import read_outline
-from etrain_jupyter.notebook.editor.place import CursorContext, Outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +60,12 @@ def inspect(text: str, cursor: int, names: Mapping[str, Any]) -> Hint | None:
     if not magic.is_in_body(cursor):
         return _on_line(magic, cursor)
     outline = read_outline(text[magic.body_start :], cursor - magic.body_start)
-    place = outline.place
-    if place is None:
+    context = outline.context
+    if context is None:
         return None
-    if place.is_key:
-        return _on_key(place, outline)
-    return _on_value(place, outline, names)
+    if context.is_key:
+        return _on_key(context, outline)
+    return _on_value(context, outline, names)
 
 
 def _on_magic(text: str, cursor: int) -> Hint | None:
@@ -80,10 +80,10 @@ def _on_magic(text: str, cursor: int) -> Hint | None:
 
 
 def _on_line(magic: Magic, cursor: int) -> Hint | None:
-    place = find_place(magic.line, cursor - magic.start)
-    if place is None:
+    context = find_context(magic.line, cursor - magic.start)
+    if context is None:
         return None
-    words = [*place.words, place.word] if place.word else list(place.words)
+    words = [*context.words, context.word] if context.word else list(context.words)
     if not words:
         return _preformatted(help_on_magic())
     parser = find_parser(words, is_cell=magic.is_cell)
@@ -116,11 +116,11 @@ def _preformatted(text: str) -> Hint:
 # --- the body -------------------------------------------------------------------------------------
 
 
-def _on_key(place: CursorContext, outline: Outline) -> Hint | None:
-    name = place.name or place.word
+def _on_key(context: CursorContext, outline: Outline) -> Hint | None:
+    name = context.name or context.word
     if not name:
-        return _on_group(place.path)
-    path = (*place.path, name)
+        return _on_group(context.path)
+    path = (*context.path, name)
     return _of(describe(path, optimizer=_optimizer(outline))) or _on_unknown(path)
 
 
@@ -150,17 +150,17 @@ def _on_group(path: KeyPath) -> Hint | None:
     return Hint(plain=plain, markdown=f"**{title}**\n\n{table}")
 
 
-def _on_value(place: CursorContext, outline: Outline, names: Mapping[str, Any]) -> Hint | None:
-    whole = f"{place.word}{place.rest}".strip()
-    own = _of(describe(place.path, optimizer=_optimizer(outline)))
-    if place.path in (OPTIMIZER, (*OPTIMIZER, "name")) and whole not in names:
+def _on_value(context: CursorContext, outline: Outline, names: Mapping[str, Any]) -> Hint | None:
+    whole = f"{context.word}{context.rest}".strip()
+    own = _of(describe(context.path, optimizer=_optimizer(outline)))
+    if context.path in (OPTIMIZER, (*OPTIMIZER, "name")) and whole not in names:
         own = _of(describe_optimizer(whole)) or own
-    is_python = place.is_computed or is_reference(place.path)
-    if not is_python or not whole or place.is_whole:
+    is_python = context.is_computed or is_reference(context.path)
+    if not is_python or not whole or context.is_whole:
         return own
     # The value is a Python expression, so IPython explains the object, with the key's help as
     # fallback.
-    expression = Expression(code=f"{place.word}{place.rest}", cursor=len(place.word))
+    expression = Expression(code=f"{context.word}{context.rest}", cursor=len(context.word))
     # Without help for the key, use IPython's reply, even if it is empty.
     if own is None:
         return Hint(plain="", markdown="", expression=expression)

@@ -21,7 +21,7 @@ import re
 from dataclasses import dataclass
 
 from etrain_jupyter.config.keys import KeyPath, opens_group
-from etrain_jupyter.notebook.editor.place import CursorContext, Outline
+from etrain_jupyter.notebook.editor.cursor import CursorContext, Outline
 
 _QUOTED = r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\n]|'')*'"
 _KEY_LINE = re.compile(rf"((?:{_QUOTED})[ \t]*+|[^\s\"'#\[\]{{}},&*!|>%@`-][^#\n]*?):(?=\s|$)")
@@ -298,7 +298,7 @@ class _Reader:
         end = begin + len(self._text[begin:end].rstrip())
         if begin <= self._at <= end:
             text = self._text[begin:end]
-            self.outline.place = CursorContext(
+            self.outline.context = CursorContext(
                 path=group,
                 is_key=True,
                 start=begin,
@@ -328,9 +328,9 @@ class _Reader:
             if self._text[begin:end].endswith(quote):
                 end -= 1
                 if self._at > end:
-                    self.outline.place = None
+                    self.outline.context = None
                     return
-        self.outline.place = CursorContext(
+        self.outline.context = CursorContext(
             path=path,
             is_key=False,
             start=begin,
@@ -349,10 +349,10 @@ class _Reader:
     def _see_item(self, path: KeyPath, is_key: bool, before: str) -> None:
         """Handle the cursor in brackets between two items; ``before`` is the next character."""
         if not is_key:
-            self.outline.place = None
+            self.outline.context = None
             return
         rest = "" if before in ("", ",", "}", "]") else before
-        self.outline.place = CursorContext(
+        self.outline.context = CursorContext(
             path=path, is_key=True, start=self._at, word="", rest=rest
         )
 
@@ -360,7 +360,7 @@ class _Reader:
         """Handle the cursor on an empty line, or in the indentation before text."""
         group = self._group_in(column)
         if group is not None:
-            self.outline.place = CursorContext(
+            self.outline.context = CursorContext(
                 path=group, is_key=True, start=self._at, word="", rest=before
             )
         elif column > 0 and self._last_is_open and self._last and not opens_group(self._last):

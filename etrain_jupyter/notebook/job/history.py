@@ -1,4 +1,4 @@
-"""The latest values of a job, and the history of its steps in columns.
+"""The latest values of a job, the history of its steps in columns, and its workers' times.
 
 Steps in blocks are folded by column, so a million steps take milliseconds. One thread adds events
 while any other thread may read, so a lock protects the values.
@@ -7,13 +7,15 @@ while any other thread may read, so a lock protects the values.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from os import SEEK_END
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from etrain_jupyter.log.blocks import StepRun
+from etrain_jupyter.log.blocks import StepRun, runs_of
 from etrain_jupyter.log.columns import STEP_COLUMNS, History
 from etrain_jupyter.log.events import (
     EvalCompleted,
@@ -22,6 +24,7 @@ from etrain_jupyter.log.events import (
     ExhibitStored,
     JobRestored,
     JobStatusChanged,
+    RankTimed,
     StepCompleted,
     event_from_dict,
 )
@@ -35,6 +38,10 @@ NOT_FOLDABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError
 PEEK_BYTES = 64 * 1024
 PEEK_MAX_BYTES = 4 * 1024 * 1024
 """Maximum number of bytes to search at the end of a log for a step or a status."""
+PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
+APART = ("evaluation_s", "checkpoint_s")
+WITHIN = ("wait_s", "metrics_s")
+"""Parts of ``communication_s`` and ``compute_s``."""
 
 
 class LatestValues(JobRecord):
@@ -131,3 +138,75 @@ def _events_in(data: bytes) -> list[Event]:
         except (*NOT_FOLDABLE, RecursionError):
             continue
     return events
+
+
+@dataclass
+class _Spent:
+    """Totals for one worker."""
+
+    rank: int = 0
+    num_steps: int = 0
+    samples: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("elapsed_s", *PARTS, *APART, *WITHIN), 0.0)
+    )
+
+    def add(self, event: RankTimed) -> None:
+        self.rank = event.rank
+        self.num_steps += event.num_steps
+        self.samples += event.samples
+        for name in self.seconds:
+            spent = getattr(event, name)
+            self.seconds[name] += math.nan if spent is None else spent
+
+    @property
+    def samples_per_s(self) -> float:
+        return _rate(self.samples, self.seconds["elapsed_s"])
+
+    @property
+    def own_samples_per_s(self) -> float:
+        # The rate if the worker never waited for others.
+        return _rate(self.samples, self.seconds["elapsed_s"] - self.seconds["communication_s"])
+
+
+def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
+    """Return one record per worker, in the order in which the workers first appear.
+
+    A worker's efficiency is the ratio of its samples per second to those of a single worker. The
+    single-worker rate is measured while the job has one worker. If that never happens, it is
+    estimated from the worker's own times without communication.
+
+    Each record has ``worker``, ``rank`` (the newest), ``num_steps``, ``samples`` (those that this
+    worker trained on), ``samples_per_s``, ``efficiency`` (1.0 is that of a single worker) and times
+    in seconds: ``elapsed_s`` of all its steps, with its parts ``data_s``, ``compute_s``,
+    ``communication_s`` and ``optimizer_s``, and separately ``evaluation_s`` and ``checkpoint_s``.
+    ``wait_s`` is the part of ``communication_s`` in which the worker waited for a slower one, and
+    ``metrics_s`` the part of ``compute_s`` in the cell's metrics; NaN on a GPU.
+    """
+    workers: dict[str, _Spent] = {}
+    alone = _Spent()  # total of the times with a single worker, whichever it was
+    for event in runs_of(events):  # steps arrive as runs and are skipped
+        if isinstance(event, RankTimed):
+            workers.setdefault(event.worker, _Spent()).add(event)
+            if event.world_size == 1:
+                alone.add(event)
+    return [
+        {
+            "worker": worker,
+            "rank": spent.rank,
+            "num_steps": spent.num_steps,
+            "samples": spent.samples,
+            "samples_per_s": spent.samples_per_s,
+            "efficiency": _efficiency(spent, alone),
+            **spent.seconds,
+        }
+        for worker, spent in workers.items()
+    ]
+
+
+def _efficiency(spent: _Spent, alone: _Spent) -> float:
+    return _rate(spent.samples_per_s, alone.samples_per_s or spent.own_samples_per_s)
+
+
+def _rate(amount: float, by: float) -> float:
+    return amount / by if by > 0 else 0.0

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.history import LatestValues
 from etrain_jupyter.notebook.job.job_record import Recorded
 from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError
-from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.wire.requests import ControlJob
+
+if TYPE_CHECKING:
+    from etrain_jupyter.bundle.capture import Bundle
+    from etrain_jupyter.pools import Pool
 
 REQUEST_S = 30.0
 """Timeout of a request, in seconds."""
@@ -27,6 +32,26 @@ _NOTHING_TO = {
 }
 
 ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeRequest:
+    """The user's changes to a resumed job: individual values, or a whole cell."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Any of ``pool``, ``min``, ``max``, ``epochs``, ``steps``."""
+    config: TrainConfig | None = None
+    """The configuration of the cell; None keeps the job's own."""
+    bundle: Bundle | None = None
+    """The notebook's objects captured with the cell."""
+    pool: Pool | None = None
+    """The cell's pool if already resolved; None to resolve the pool from its name."""
+    cell: str = ""
+    """The text of the cell."""
+    is_forced: bool = False
+    """True to resume even if a changed setting affects the rest of the curve."""
+    is_trusted: bool = False
+    """True to run a job that another user may have submitted."""
 
 
 class JobRequests(Recorded, ABC):

@@ -39,7 +39,7 @@ from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import JobLink, open_link
-from etrain_jupyter.notebook.job.resume_request import ResumeRequest
+from etrain_jupyter.notebook.job.requests import ResumeRequest
 from etrain_jupyter.notebook.job.run_store import RunStore, absolute_paths
 from etrain_jupyter.notebook.job.runs import store_of
 from etrain_jupyter.notebook.job.store_link import refresh_log

@@ -8,7 +8,7 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
 from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
-from etrain_jupyter.storage.bucket_log.place import is_remote
+from etrain_jupyter.storage.bucket_log.locations import is_remote
 
 
 def open_runs(root: str | os.PathLike[str] | None = None) -> RunStore:

@@ -24,9 +24,9 @@ from etrain_jupyter.notebook.job.run_store import (
     json_of,
 )
 from etrain_jupyter.storage.bucket_log.chain import Chain
+from etrain_jupyter.storage.bucket_log.locations import check_root, spool_of_root
 from etrain_jupyter.storage.bucket_log.mirror import SILENT_S
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
-from etrain_jupyter.storage.bucket_log.place import check_root, spool_of_root
 from etrain_jupyter.storage.bucket_log.uploads import ALIVE
 from etrain_jupyter.untrusted import is_job_id
 

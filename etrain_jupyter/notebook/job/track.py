@@ -17,9 +17,9 @@ from etrain_jupyter.log.loggers.feed import export_log
 from etrain_jupyter.log.loggers.registry import logger_names, make_logger
 from etrain_jupyter.log.loggers.timeline import ReadExhibit
 from etrain_jupyter.log.loggers.writer_lock import writer_lock
-from etrain_jupyter.notebook.job.exhibits import Exhibit
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.store_link import refresh_log
+from etrain_jupyter.notebook.job.stored_exhibits import Exhibit
 from etrain_jupyter.untrusted import plain_line
 
 LOCK_TIMEOUT_S = 30.0

@@ -23,20 +23,18 @@ from etrain_jupyter.errors import (
 from etrain_jupyter.insight.figures import plot_job
 from etrain_jupyter.log.blocks import Events
 from etrain_jupyter.log.events import TERMINAL_STATUSES
-from etrain_jupyter.log.phases import phases_of
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job.cost import JobCost, cost_of
-from etrain_jupyter.notebook.job.exhibits import Exhibit, exhibits_of
 from etrain_jupyter.notebook.job.feed import EventFeed, Listener
-from etrain_jupyter.notebook.job.history import NOT_FOLDABLE, LatestValues, peek_log
+from etrain_jupyter.notebook.job.history import NOT_FOLDABLE, LatestValues, peek_log, phases_of
 from etrain_jupyter.notebook.job.interrupts import Interrupts
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import SLICE_S, JobLink
-from etrain_jupyter.notebook.job.requests import ENDED, REQUEST_S, JobRequests
+from etrain_jupyter.notebook.job.requests import ENDED, REQUEST_S, JobRequests, ResumeRequest
 from etrain_jupyter.notebook.job.resume import resume_job
-from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.screen import Screen, table_of
 from etrain_jupyter.notebook.job.store_link import StoreLink, refresh_log, try_refresh_log
+from etrain_jupyter.notebook.job.stored_exhibits import Exhibit, exhibits_of
 from etrain_jupyter.notebook.job.track import track_job
 from etrain_jupyter.notebook.job.weights import (
     Saved,
@@ -219,7 +217,7 @@ class TrainingJob(JobRequests):
     def phases(self) -> list[dict[str, Any]]:
         """Return the time that each worker spent in each phase, and its parallel efficiency.
 
-        One record per worker, for ``pandas.DataFrame(job.phases())``; see ``log.phases.phases_of``
+        One record per worker, for ``pandas.DataFrame(job.phases())``; see ``history.phases_of``
         for the fields. Workers report their times at least every 30 s.
         """
         return phases_of(self.events())

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
+from typing import Any
 
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.notebook.dashboard import browser
 from etrain_jupyter.notebook.dashboard.link import link
-from etrain_jupyter.notebook.study.panel_row import study_row
-from etrain_jupyter.notebook.study.report import render_html, render_text
+from etrain_jupyter.notebook.study.report import (
+    describe_params,
+    render_html,
+    render_text,
+    sort_trials,
+    word_of,
+)
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.notebook.study.view import StudyView
 
 UPDATE_S = 1.0
 """Interval in seconds between two updates."""
+MAX_TRIALS = 100
+"""Maximum number of trials in a row; the best ones are sent."""
 
 
 def show_study(study: Study) -> None:
@@ -64,3 +73,40 @@ def _follow(study: Study, shown: StudyView, display_id: str) -> None:
 def _bundle(study: Study, view: StudyView) -> dict[str, str]:
     html = render_html(view, study.evaluate_importance())
     return {"text/plain": render_text(view), "text/html": html}
+
+
+def study_row(view: StudyView, *, created: float) -> dict[str, Any]:
+    """Return the row: the status, the best value, and the trials as in the table, best first.
+
+    Args:
+        view: The study.
+        created: When it was created, in seconds since the epoch.
+    """
+    trials = [
+        {
+            "job_id": trial.job_id,
+            "number": trial.number,
+            "state": word_of(view, trial.state),
+            "value": _finite(trial.value),
+            "params": describe_params(trial),
+        }
+        for trial in sort_trials(view)
+        if trial.job_id
+    ]
+    return {
+        "study_id": view.study_id,
+        "name": view.name,
+        "status": view.status,
+        "reason": view.reason,
+        "metric": view.metric,
+        "best": None if view.best is None else _finite(view.best.value),
+        "num_trials": view.num_trials,
+        "num_begun": len(view.trials),
+        "created": created,
+        "trials": trials[:MAX_TRIALS],
+    }
+
+
+def _finite(value: float) -> float | None:
+    # JSON has no NaN and no infinity.
+    return value if math.isfinite(value) else None

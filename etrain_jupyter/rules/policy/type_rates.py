@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from etrain_jupyter.log.type_work import TypeWork
+from etrain_jupyter.log.job_record import TypeWork
 
 LEAST_BUSY_S = 20.0
 """A type counts as measured once its workers have computed for this time, in seconds."""

@@ -14,12 +14,13 @@ from urllib.parse import unquote, urlsplit
 from etrain_jupyter.errors import CheckpointError, ConfigError
 from etrain_jupyter.storage.checkpoints.base import (
     CheckpointStore,
+    ListedCheckpoint,
     OpenCheckpoint,
+    list_checkpoints,
     newest_valid,
     open_newest,
     open_step,
 )
-from etrain_jupyter.storage.checkpoints.listing import ListedCheckpoint, list_checkpoints
 from etrain_jupyter.storage.checkpoints.local import LocalStore
 from etrain_jupyter.storage.checkpoints.manifest import Manifest, Part, manifest_key
 from etrain_jupyter.storage.checkpoints.retention import choose_steps_to_keep

@@ -27,7 +27,7 @@ from etrain_jupyter.data import Shards, local_workers, parallel_writer, spill, w
 from etrain_jupyter.data.local_workers import LocalWorkers, open_local_workers
 from etrain_jupyter.data.parallel_writer import plan_files, plan_ranges
 from etrain_jupyter.data.parts import SharedWrite, gather
-from etrain_jupyter.data.spill import Bucket, Group
+from etrain_jupyter.data.spill import Group, RowBucket
 from etrain_jupyter.data.workers import Workers
 from etrain_jupyter.errors import PoolError, ShardError
 from tests.unit.data.indexed_rows import NUM_ROWS, Rows, wait_for
@@ -471,14 +471,14 @@ def test_interrupt_ends_the_processes_at_once() -> None:
 
 def test_bucket_of_several_parts_keeps_their_order() -> None:
     parts = [
-        Bucket(num_rows=2, num_bytes=9, pieces=(spill.Piece("a", 0, 5),)),
-        Bucket(num_rows=0, num_bytes=0, pieces=()),
-        Bucket(num_rows=1, num_bytes=4, pieces=(spill.Piece("b", 5, 7),)),
+        RowBucket(num_rows=2, num_bytes=9, pieces=(spill.Piece("a", 0, 5),)),
+        RowBucket(num_rows=0, num_bytes=0, pieces=()),
+        RowBucket(num_rows=1, num_bytes=4, pieces=(spill.Piece("b", 5, 7),)),
     ]
 
-    joined = Bucket.joined(parts)
+    joined = RowBucket.joined(parts)
 
-    assert joined == Bucket(
+    assert joined == RowBucket(
         num_rows=3, num_bytes=13, pieces=(spill.Piece("a", 0, 5), spill.Piece("b", 5, 7))
     )
 

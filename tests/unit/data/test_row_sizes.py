@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.data.row_sizes import num_bytes_of
+from etrain_jupyter.data.spill import num_bytes_of
 
 COLUMNS: dict[str, pa.Array] = {
     "int64": pa.array([1, None, 3, 4]),

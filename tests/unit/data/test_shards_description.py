@@ -109,7 +109,8 @@ def test_without_pyarrow_the_remedy_is_named(folder: Path, monkeypatch: pytest.M
     for name in [name for name in sys.modules if name.startswith("etrain_jupyter.data.")]:
         if name.split(".")[-1] not in ("shards", "writing", "places", "index", "disk_cache"):
             monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("etrain_jupyter.data.engine", raising=False)
+    for name in ("columns", "opening", "reader"):
+        monkeypatch.delattr(f"etrain_jupyter.data.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
 

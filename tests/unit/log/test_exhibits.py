@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.log.exhibit_files import read_exhibit, remove_exhibits, write_exhibit
 from etrain_jupyter.log.exhibits import (
     MAX_BYTES,
     MAX_CHARACTERS,
@@ -21,6 +20,9 @@ from etrain_jupyter.log.exhibits import (
     exhibit_key,
     is_exhibit_key,
     parse_exhibit,
+    read_exhibit,
+    remove_exhibits,
+    write_exhibit,
 )
 from tests.unit.log.pictures import png
 

@@ -11,8 +11,7 @@ import pytest
 
 from etrain_jupyter.log import events as t
 from etrain_jupyter.log.blocks import Events, pack
-from etrain_jupyter.log.job_record import NOT_BEGUN, JobRecord
-from etrain_jupyter.log.type_work import TypeWork
+from etrain_jupyter.log.job_record import NOT_BEGUN, JobRecord, TypeWork
 from etrain_jupyter.notebook.job.history import LatestValues
 from tests.unit.log.spent import NOTHING_ELSE, PLAIN_STEP
 from tests.unit.rules.simulated.job import Job

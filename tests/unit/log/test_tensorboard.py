@@ -29,8 +29,7 @@ from etrain_jupyter.log.events import (
     JobSubmitted,
     StepCompleted,
 )
-from etrain_jupyter.log.exhibit_files import write_exhibit
-from etrain_jupyter.log.exhibits import Table, digest_of, encode_table, exhibit_key
+from etrain_jupyter.log.exhibits import Table, digest_of, encode_table, exhibit_key, write_exhibit
 from etrain_jupyter.log.loggers import process
 from etrain_jupyter.log.tensorboard import convert
 from etrain_jupyter.log.tensorboard_exhibits import code_block, markdown_table

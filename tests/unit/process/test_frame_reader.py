@@ -13,12 +13,13 @@ from distributed.protocol import to_serialize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.process.frame_reader import (
+from etrain_jupyter.process.peers import (
     FrameReader,
     MalformedFramesError,
+    Opaque,
+    decode_plain,
     split_messages,
 )
-from etrain_jupyter.process.peers import Opaque, decode_plain
 
 
 def message(frames: list[bytes]) -> bytes:

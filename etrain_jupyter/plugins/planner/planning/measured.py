@@ -17,7 +17,7 @@ from etrain_jupyter.insight.measures import (
     step_durations,
     to_floats,
 )
-from etrain_jupyter.insight.runs import Job, RunRecord
+from etrain_jupyter.insight.runs import Job, PricedRecord
 from etrain_jupyter.log.events import (
     TERMINAL_STATUSES,
     Event,
@@ -171,7 +171,7 @@ def read_measured(job: Job) -> MeasuredJob:
     )
 
 
-class _PlanRecord(RunRecord):
+class _PlanRecord(PricedRecord):
     """Record of a job with its machines, their generations, and its time outside of steps."""
 
     def __init__(self) -> None:

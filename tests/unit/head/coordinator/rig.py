@@ -17,7 +17,7 @@ from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import Event, event_from_dict
-from etrain_jupyter.storage.bucket_log.place import spool_of
+from etrain_jupyter.storage.bucket_log.locations import spool_of
 from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q

@@ -17,8 +17,8 @@ from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.storage.bucket_log import mirror
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
+from etrain_jupyter.storage.bucket_log.locations import spool_of
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
-from etrain_jupyter.storage.bucket_log.place import spool_of
 from etrain_jupyter.storage.bucket_log.uploads import ALIVE, claim
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server

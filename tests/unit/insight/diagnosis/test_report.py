@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.insight.diagnosis.measured import fixed_time, read_measured
+from etrain_jupyter.insight.diagnosis.measured import fixed_time, read_step_times
 from etrain_jupyter.insight.diagnosis.remedies import Remedy, remedy_of
 from etrain_jupyter.insight.diagnosis.report import Diagnosis, diagnose_job
 from etrain_jupyter.insight.diagnosis.rules import Finding
@@ -49,7 +49,7 @@ def test_parts_are_means_over_the_steps_of_each_worker() -> None:
         "checkpoint_s": 0.006,
     }  # fmt: skip
 
-    [worker] = read_measured(job_with_times({"w0": seconds})).workers
+    [worker] = read_step_times(job_with_times({"w0": seconds})).workers
 
     expected = StepParts(
         worker="w0", place="10.0.0.1 (g5.xlarge)", data_s=0.01, passes_s=0.015, metrics_s=0.005,
@@ -69,7 +69,7 @@ def test_first_report_of_a_generation_is_left_out_if_the_others_are_enough() -> 
             [timed(job, "w0", 0, SLOW_DATA, num_steps=20, step=5 + 20 * number, world_size=1)],
         )
 
-    measured = read_measured(job)
+    measured = read_step_times(job)
 
     assert (measured.num_steps, measured.last_step) == (40, 45)
     assert measured.workers[0].total_s == pytest.approx(0.04)
@@ -88,7 +88,7 @@ def test_checkpoints_of_the_steps_give_their_interval_and_their_slowdown() -> No
         ],
     )  # fmt: skip
 
-    measured = read_measured(job)
+    measured = read_step_times(job)
 
     # The last one is after the measured steps.
     assert measured.saves.steps_between == 20
@@ -97,7 +97,7 @@ def test_checkpoints_of_the_steps_give_their_interval_and_their_slowdown() -> No
 
 
 def test_log_without_checkpoints_has_no_slowdown() -> None:
-    measured = read_measured(job_with_times(INPUT))
+    measured = read_step_times(job_with_times(INPUT))
 
     assert math.isnan(measured.saves.steps_between)
     assert (measured.saves.writing_s, measured.workers[0].slowed_s) == (0.0, 0.0)
@@ -117,7 +117,7 @@ def test_newest_generation_with_enough_steps_is_diagnosed() -> None:
         ],
     )  # fmt: skip
 
-    measured = read_measured(job)
+    measured = read_step_times(job)
 
     assert measured.generation == 2
     assert [one.worker for one in measured.workers] == ["w2"]
@@ -135,13 +135,13 @@ def test_report_without_steps_does_not_count() -> None:
         ],
     )
 
-    assert read_measured(job).generation == 1
+    assert read_step_times(job).generation == 1
 
 
 def test_values_of_a_forged_log_are_not_used() -> None:
     seconds = {"data_s": math.nan, "compute_s": 0.01, "optimizer_s": -5.0, "elapsed_s": math.inf}
 
-    [worker] = read_measured(job_with_times({"w0": seconds})).workers
+    [worker] = read_step_times(job_with_times({"w0": seconds})).workers
 
     assert (worker.data_s, worker.optimizer_s, worker.rest_s) == (0.0, 0.0, 0.0)
     assert "compute-bound" in str(diagnose_job(job_with_times({"w0": seconds})))
@@ -364,7 +364,7 @@ def test_workers_share_cores_in_the_slots_of_this_machine(
     slot = {"address": "tls://127.0.0.1:40000", "device": "cpu", "machine": "", **joined_with}
     append(job, [t.WorkerJoined(job_id=job.id, time=job.log[0].time, worker="w0", **slot)])
 
-    assert read_measured(job).share_cores == share
+    assert read_step_times(job).share_cores == share
 
 
 @pytest.mark.parametrize(
@@ -497,7 +497,7 @@ def test_html_escapes_what_comes_from_the_log() -> None:
 def test_every_verdict_has_words() -> None:
     for cause in CAUSES:
         finding = Finding(cause=cause, share=0.5, workers=("w0",))
-        measured = read_measured(job_with_times(INPUT))
+        measured = read_step_times(job_with_times(INPUT))
         verdict = dataclasses.replace(diagnose_job(job_with_times(INPUT)).verdict, main=finding)
         text = str(Diagnosis("job", measured, verdict, None))
         assert "50% of the time" in text

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from etrain_jupyter.log import events as t
-from etrain_jupyter.notebook.dashboard.changes import LISTS
-from etrain_jupyter.notebook.dashboard.feed import ViewFeed
+from etrain_jupyter.notebook.dashboard.feed import LISTS, ViewFeed
 from etrain_jupyter.notebook.dashboard.job_view import JobView
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
 

@@ -13,8 +13,12 @@ from etrain_jupyter.notebook.dashboard import link as link_module
 from etrain_jupyter.notebook.dashboard import side_panel, widget
 from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.dashboard.link import PanelComm
-from etrain_jupyter.notebook.dashboard.row import MAX_CURVE_POINTS, row_of
-from etrain_jupyter.notebook.dashboard.side_panel import OtherJobs, SidePanel
+from etrain_jupyter.notebook.dashboard.side_panel import (
+    MAX_CURVE_POINTS,
+    OtherJobs,
+    SidePanel,
+    row_of,
+)
 from etrain_jupyter.notebook.dashboard.widget import Dashboard
 from tests.unit.notebook.dashboard.scripted_job import Script
 

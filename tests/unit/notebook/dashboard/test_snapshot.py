@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etrain_jupyter.log import events as t
-from etrain_jupyter.notebook.dashboard.controls import controls_of
+from etrain_jupyter.notebook.dashboard.facts import controls_of
 from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.dashboard.snapshot import (
     BestValue,

@@ -10,10 +10,9 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
-from etrain_jupyter.notebook.editor.facts import FRESH_S, CachedList, ShellFacts
-from etrain_jupyter.notebook.job.known_jobs import list_known_jobs
+from etrain_jupyter.notebook.editor.facts import FRESH_S, CachedList, ShellFacts, list_known_jobs
 from etrain_jupyter.notebook.job.run_store import RunStore
-from etrain_jupyter.storage.bucket_log.place import spool_of_root
+from etrain_jupyter.storage.bucket_log.locations import spool_of_root
 
 NOTEBOOK = """\
 import operator

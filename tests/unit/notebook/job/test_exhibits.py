@@ -11,9 +11,8 @@ import pytest
 
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log.events import Event, ExhibitsRemoved, ExhibitStored
-from etrain_jupyter.log.exhibit_files import write_exhibit
-from etrain_jupyter.log.exhibits import Table, encode_table, exhibit_key
-from etrain_jupyter.notebook.job.exhibits import exhibits_of
+from etrain_jupyter.log.exhibits import Table, encode_table, exhibit_key, write_exhibit
+from etrain_jupyter.notebook.job.stored_exhibits import exhibits_of
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from tests.unit.log.pictures import png

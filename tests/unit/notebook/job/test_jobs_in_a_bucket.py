@@ -31,8 +31,8 @@ from etrain_jupyter.notebook.job import open_jobs, store_link
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import UnreachableError
 from etrain_jupyter.notebook.job.plan import Plan
+from etrain_jupyter.notebook.job.requests import ResumeRequest
 from etrain_jupyter.notebook.job.resume import resume_job
-from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.run_store import RunStore, absolute_paths
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.s3_run_store import S3RunStore

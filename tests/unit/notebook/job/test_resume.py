@@ -18,8 +18,8 @@ from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import EarlyStopped, Event, JobPlanned, JobStatusChanged
 from etrain_jupyter.notebook.job import open_jobs, resume
 from etrain_jupyter.notebook.job.job_record import RunRecord
+from etrain_jupyter.notebook.job.requests import ResumeRequest
 from etrain_jupyter.notebook.job.resume import resume_job
-from etrain_jupyter.notebook.job.resume_request import ResumeRequest
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import SchedulerAddress

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.log.type_work import TypeWork
+from etrain_jupyter.log.job_record import TypeWork
 from etrain_jupyter.rules.policy.type_rates import (
     LEAST_BUSY_S,
     rates_by_type,

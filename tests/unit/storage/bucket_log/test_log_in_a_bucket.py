@@ -10,7 +10,7 @@ import pytest
 from etrain_jupyter.errors import FencedError, RunStoreError
 from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.log.events import ExhibitsRemoved, ExhibitStored, LogLine
-from etrain_jupyter.log.exhibit_files import write_exhibit
+from etrain_jupyter.log.exhibits import write_exhibit
 from etrain_jupyter.log.segments import compact, read_log, segments_of
 from etrain_jupyter.storage.bucket_log import chain, local_copy, uploads
 from etrain_jupyter.storage.bucket_log.chain import pack_key

@@ -36,14 +36,14 @@ class CursorContext:
 class Outline:
     """Keys and values of a body that may be incomplete."""
 
-    place: CursorContext | None = None
-    """The cursor's place; None in a comment, or where neither a key nor a value is possible."""
+    context: CursorContext | None = None
+    """The key or value at the cursor; None in a comment, or where neither a key nor a value is possible."""
     values: dict[KeyPath, str] = field(default_factory=dict)
     """Every key with the part of its value on the same line; empty for a group."""
 
     def given(self, group: KeyPath) -> dict[str, str]:
         """Return the keys of a group with their values, except the key at the cursor."""
         found = {path[-1]: text for path, text in self.values.items() if path[:-1] == group}
-        if self.place is not None and self.place.is_key and self.place.path == group:
-            found.pop(self.place.name, None)
+        if self.context is not None and self.context.is_key and self.context.path == group:
+            found.pop(self.context.name, None)
         return found

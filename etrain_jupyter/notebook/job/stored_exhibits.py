@@ -13,7 +13,6 @@ from typing import Any
 
 from etrain_jupyter.errors import RunStoreError
 from etrain_jupyter.log.events import ExhibitFormat, ExhibitStored
-from etrain_jupyter.log.exhibit_files import read_exhibit
 from etrain_jupyter.log.exhibits import (
     MAX_BYTES,
     Content,
@@ -22,6 +21,7 @@ from etrain_jupyter.log.exhibits import (
     exhibit_key,
     is_as_logged,
     parse_exhibit,
+    read_exhibit,
 )
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.storage.bucket_log.objects import RunObjects

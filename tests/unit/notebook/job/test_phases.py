@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.log.events import RankTimed, event_from_dict
-from etrain_jupyter.log.phases import phases_of
+from etrain_jupyter.notebook.job.history import phases_of
 from tests.unit.log.spent import NOTHING_ELSE
 
 
