@@ -10,7 +10,7 @@ import pytest
 
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import Event
-from etrain_jupyter.notebook.job import training_job
+from etrain_jupyter.notebook.job import followed_job
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
@@ -26,8 +26,8 @@ from etrain_jupyter.testing.s3_server import S3Server
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the timeout of a job for its log: a faulty bucket is slow on a busy machine."""
-    monkeypatch.setattr(training_job, "CATCH_UP_S", 120.0)
-    monkeypatch.setattr(training_job, "GLANCE_S", 120.0)
+    monkeypatch.setattr(followed_job, "CATCH_UP_S", 120.0)
+    monkeypatch.setattr(followed_job, "GLANCE_S", 120.0)
 
 
 class FolderPlace:

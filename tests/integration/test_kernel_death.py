@@ -35,10 +35,10 @@ import json, os, time
 import torch, torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
-from etrain_jupyter.notebook.job import feed, link, training_job
+from etrain_jupyter.notebook.job import feed, followed_job, link
 %load_ext etrain_jupyter
 # Disable the kernel's timeouts, so that a cell that relies on one blocks and fails the test.
-link.CONNECT_S = feed.POLL_S = training_job.CATCH_UP_S = training_job.GLANCE_S = 600.0
+link.CONNECT_S = feed.POLL_S = followed_job.CATCH_UP_S = followed_job.GLANCE_S = 600.0
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 y = (x.sum(1) > 0).long()
 train_set = TensorDataset(x, y)

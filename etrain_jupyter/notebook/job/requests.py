@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
-from etrain_jupyter.notebook.job.feed import EventFeed
-from etrain_jupyter.notebook.job.history import LatestValues
-from etrain_jupyter.notebook.job.job_record import Recorded
-from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError
+from etrain_jupyter.notebook.job.followed_job import FollowedJob
+from etrain_jupyter.notebook.job.link import NoAnswerError
+from etrain_jupyter.notebook.job.waiting import ENDED
 from etrain_jupyter.wire.requests import ControlJob
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ _NOTHING_TO = {
     "preempt": "no worker left to preempt",
     "checkpoint": "nothing left to save",
 }
-
-ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,27 +51,8 @@ class ResumeRequest:
     """True to run a job that another user may have submitted."""
 
 
-class JobRequests(Recorded, ABC):
+class JobRequests(FollowedJob, ABC):
     """The part of ``TrainingJob`` that sends requests to the coordinator."""
-
-    _link: JobLink | None
-    """Connection to its cluster; None if the cluster has ended."""
-    _feed: EventFeed
-    _view: LatestValues
-
-    @property
-    @abstractmethod
-    def status(self) -> str:
-        """One of submitted, waiting, running, paused, finished, stopped, failed."""
-
-    @property
-    @abstractmethod
-    def note(self) -> str:
-        """Why its cluster is unreachable and only its log is followed; empty if it is reachable."""
-
-    @abstractmethod
-    def _latest(self) -> LatestValues:
-        """Return the folded values, including the whole history."""
 
     def pause(self) -> str:
         """Pause the ranks after their next step; they keep their state."""
@@ -229,11 +207,3 @@ class JobRequests(Recorded, ABC):
         if self._link is not None:
             control = ControlJob(job_id=self.record.job_id, request=request, args=args)
             self._link.send(control, timeout=REQUEST_S)
-
-    def _describe_saved(self) -> str:
-        if not self._view.saved_step:
-            return "Nothing was saved."
-        return (
-            f"The weights of step {self._view.saved_step} are saved in {self.record.where}; "
-            "job.load_into(model) loads them."
-        )

@@ -36,7 +36,7 @@ from etrain_jupyter.log.events import (
     WorkerJoined,
 )
 from etrain_jupyter.log.segments import read_log
-from etrain_jupyter.notebook.job import interrupts, training_job
+from etrain_jupyter.notebook.job import followed_job, interrupts, waiting
 from etrain_jupyter.notebook.job.link import NoAnswerError
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
@@ -49,7 +49,7 @@ _made: list[TrainingJob] = []
 
 @pytest.fixture(autouse=True)
 def _stop_following(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(training_job, "RESPONSE_S", 0.05)
+    monkeypatch.setattr(followed_job, "RESPONSE_S", 0.05)
     yield
     while _made:
         _made.pop()._feed.close()
@@ -314,7 +314,7 @@ class Interrupts:
         self.now, self._at, self._end = 0.0, list(at), end
         # Only the modules' own names: the feed's thread needs the real clock.
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr(training_job, "time", clock)
+        monkeypatch.setattr(waiting, "time", clock)
         monkeypatch.setattr(interrupts, "time", clock)
 
     def __call__(self, slice_s: float) -> bool:
@@ -634,7 +634,7 @@ def test_property_returns_the_logged_value_while_its_bucket_does_not_respond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(training_job, "GLANCE_S", 0.05)
+    monkeypatch.setattr(followed_job, "GLANCE_S", 0.05)
     has_waited = threading.Event()
 
     def read_bucket(record: object) -> None:
@@ -654,7 +654,7 @@ def test_property_returns_the_logged_value_while_its_bucket_does_not_respond(
 def test_method_waits_until_a_long_log_on_this_machine_has_been_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_job, "CATCH_UP_S", 0.02)
+    monkeypatch.setattr(followed_job, "CATCH_UP_S", 0.02)
 
     def read_slowly(path: Path, *, since: int = 0) -> Events:
         time.sleep(0.3)
