@@ -150,7 +150,9 @@ def stub(source: Source, options: dict[str, Any]) -> Iterator[str]:
     for part, following in zip(node.body, [*node.body[1:], None], strict=True):
         target = getattr(part, "target", *getattr(part, "targets", [None])[:1])
         name = getattr(part, "name", "") or getattr(target, "id", "")
-        is_hidden = name != "__init__" and any(re.search(rule, name) for rule in filters)
+        is_hidden = any(re.search(rule, name) for rule in filters) and (
+            name != "__init__" or "^__init__$" in filters
+        )
         if not name or (name not in wanted if wanted else is_hidden):
             continue
         if getattr(part, "name", ""):

@@ -138,7 +138,8 @@ def digest_of_code(code: CodeType) -> str:
         if isinstance(constant, CodeType):
             digest.update(digest_of_code(constant).encode())
         else:
-            digest.update(_constant_text(constant).encode())
+            text = _plain_text(constant) or f"{type(constant).__name__} {constant!r}"
+            digest.update(text.encode())
     return digest.hexdigest()
 
 
@@ -227,10 +228,6 @@ def _plain_text(value: Any) -> str:
         is_plain = all(key and item for key, item in pairs)
         return "{" + ", ".join(f"{key}: {item}" for key, item in pairs) + "}" if is_plain else ""
     return ""
-
-
-def _constant_text(constant: Any) -> str:
-    return _plain_text(constant) or f"{type(constant).__name__} {constant!r}"
 
 
 def _source(entry: Mapping[str, Any] | None, cells: Mapping[str, CellSource]) -> Sequence[str]:

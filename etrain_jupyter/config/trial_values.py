@@ -147,12 +147,10 @@ def rebound_names(expression: str, names: tuple[str, ...]) -> set[str]:
     if not used_names(expression, names):
         return set()
     tree = ast.parse(expression.strip(), mode="eval")
-    stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and _is_stored(n)}
+    stored = {
+        n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
     return (stored | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}) & set(names)
-
-
-def _is_stored(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Store)
 
 
 def insert_values(expression: str, values: Mapping[str, Value]) -> str:

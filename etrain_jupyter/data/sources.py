@@ -48,7 +48,9 @@ def source_of(source: Any, columns: Sequence[str] | None) -> Source:
     Raises:
         ShardError: If it has no rows of a known form.
     """
-    if _is_path(source) or (_is_list(source) and all(map(_is_path, source))):
+    if _is_path(source) or (
+        isinstance(source, list | tuple) and source and all(map(_is_path, source))
+    ):
         return _of_shards([Shards(p) for p in ([source] if _is_path(source) else source)], columns)
     if isinstance(source, Shards):
         return _of_shards([source], columns)
@@ -56,7 +58,7 @@ def source_of(source: Any, columns: Sequence[str] | None) -> Source:
         return _of_batches(source, columns)
     if is_frame(source):
         return _of_table(_selected(table_of(source), columns), "dict")
-    if _module_of(source) == "datasets":
+    if type(source).__module__.partition(".")[0] == "datasets":
         return _of_hugging_face(source, columns)
     if (arrays := _as_arrays(source)) is not None:
         return _of_arrays(arrays, columns)
@@ -249,11 +251,3 @@ def _as_arrays(source: Any) -> dict[str, Any] | None:
 
 def _is_path(value: Any) -> bool:
     return isinstance(value, str | os.PathLike)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value)
-
-
-def _module_of(value: Any) -> str:
-    return type(value).__module__.partition(".")[0]

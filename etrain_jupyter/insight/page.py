@@ -10,6 +10,7 @@ import numpy as np
 
 from etrain_jupyter import __version__
 from etrain_jupyter.display.charts import Curve, dot, image, line_chart
+from etrain_jupyter.display.numbers import counted
 from etrain_jupyter.display.tables import Html, html_list, html_of, html_table
 from etrain_jupyter.insight.curves import (
     STEPPED,
@@ -77,7 +78,7 @@ def render_page(
         f'<div class="charts {axis}">{"".join(_charts(labels, runs, axis, MAX_PAGE_CHARTS))}</div>'
         for axis in axes
     )
-    title = f"Comparison of {len(runs)} job{'' if len(runs) == 1 else 's'}"
+    title = f"Comparison of {counted(len(runs), 'job')}"
     made_at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

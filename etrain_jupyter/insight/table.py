@@ -98,16 +98,16 @@ def _metric_columns(rows: Sequence[Mapping[str, Any]]) -> Iterator[Column]:
 def render_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the table as text; a line below it has the values that all jobs have in common."""
     columns = columns_of(rows)
-    common = [c for c in columns if c.key in IF_DIFFERENT and _is_common(c, rows)]
+    common = [
+        column
+        for column in columns
+        if column.key in IF_DIFFERENT and len(rows) > 1 and len({*map(column.cell, rows)}) == 1
+    ]
     columns = [column for column in columns if column not in common]
     lines = [[column.heading.upper() for column in columns]]
     lines += [[column.cell(row) for column in columns] for row in rows]
     shared = ", ".join(f"{column.heading} {column.cell(rows[0])}" for column in common)
     return align_columns(lines) + (f"\nAll jobs: {shared}" if shared else "")
-
-
-def _is_common(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
-    return len(rows) > 1 and len({column.cell(row) for row in rows}) == 1
 
 
 def render_differences(labels: Sequence[str], differences: Mapping[str, Sequence[str]]) -> str:

@@ -11,8 +11,7 @@ from etrain_jupyter.notebook.dashboard.link import link
 from etrain_jupyter.notebook.dashboard.widget import Dashboard
 from etrain_jupyter.notebook.job.open_jobs import compare, hold
 from etrain_jupyter.notebook.job.runs import open_runs
-from etrain_jupyter.notebook.job.screen import Screen
-from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.notebook.job.training_job import Screen, TrainingJob
 
 HISTORY_S = 2.0
 """Maximum time to wait for a job's history before drawing its dashboard, in seconds."""

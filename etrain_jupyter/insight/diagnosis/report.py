@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from etrain_jupyter.display.numbers import MISSING, seconds
+from etrain_jupyter.display.numbers import MISSING, counted, seconds
 from etrain_jupyter.display.tables import align_columns, data_frame, html_list, html_of, html_table
 from etrain_jupyter.insight.diagnosis.measured import Measured, read_step_times
 from etrain_jupyter.insight.diagnosis.remedies import Remedy, remedy_of
@@ -182,11 +182,9 @@ class Diagnosis:
                 "have computed, so all durations depend on what else runs on the machine, and a "
                 "predicted gain may be too high."
             )
-        num_workers = len(measured.workers)
         notes.append(
             f"From {measured.num_steps:,} steps up to step {measured.last_step:,}, with "
-            f"{num_workers} worker{'' if num_workers == 1 else 's'} (generation "
-            f"{measured.generation})."
+            f"{counted(len(measured.workers), 'worker')} (generation {measured.generation})."
         )
         if measured.model_size:
             notes.append(f"The model has {measured.model_size}.")

@@ -169,7 +169,7 @@ def _group_attempts(
         elif own:
             last = max((s for _, some in groups for s in some), key=lambda s: s.step, default=None)
             if last is not None:
-                length = _owner(groups, last).num_samples
+                length = next(work for work, some in groups if last in some).num_samples
                 position = StepRange(last.epoch, last.first, last.samples).position(length)
                 position += last.samples
                 work = replace(work, base_step=last.step, base_position=position)
@@ -193,7 +193,3 @@ def _is_same(one: Work, other: Work) -> bool:
         for work in (one, other)
     ]
     return ends_alike and rules[0] == rules[1]
-
-
-def _owner(groups: Sequence[tuple[Work, list[StepCompleted]]], step: StepCompleted) -> Work:
-    return next(work for work, some in groups if step in some)

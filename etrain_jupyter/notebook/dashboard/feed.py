@@ -1,8 +1,9 @@
 """Messages on one channel to a browser: full resets and incremental updates.
 
 Each message has a sequence number ``seq``. An ``update`` contains the changed fields of the
-snapshot, the changed rows of its ``lists`` (see ``SentSnapshot``) and, for each curve that grew, a block
-``{name, rows}`` with one binary buffer: ``rows`` float64 positions, then ``rows`` float32 values.
+snapshot, the changed rows of its ``lists`` (see ``SentSnapshot``) and, for each curve that grew, a
+block ``{name, rows}`` with one binary buffer: ``rows`` float64 positions, then ``rows`` float32
+values.
 With ``reset``, it contains the whole snapshot and all curves from their start.
 
 A view that starts, or that sees a gap in ``seq``, sends ``hello`` with a name that it has chosen.

@@ -210,10 +210,9 @@ def describe_content(content: Content) -> tuple[dict[str, Any], list[bytes]]:
         case str():
             return {"format": "text", "text": plain_text(content)}, []
         case Table():
-            rows = [[_cell(value) for value in row] for row in content.rows]
+            rows = [
+                [plain_text(cell) if isinstance(cell, str) else to_json(cell) for cell in row]
+                for row in content.rows
+            ]
             table = {"columns": [plain_text(name) for name in content.columns], "rows": rows}
             return {"format": "table", "table": table}, []
-
-
-def _cell(value: Any) -> Any:
-    return plain_text(value) if isinstance(value, str) else to_json(value)

@@ -130,7 +130,7 @@ class SidePanel:
         self._is_due.set()
 
     def put_study(self, study_id: str, row: Mapping[str, Any]) -> None:
-        """List a study, replacing its previous row; see ``study.screen.study_row``. Never blocks."""
+        """List a study, replacing its previous row; see ``study_row``. Never blocks."""
         with self._lock:
             self._studies.pop(study_id, None)
             self._studies[study_id] = row

@@ -37,7 +37,7 @@ class Outline:
     """Keys and values of a body that may be incomplete."""
 
     context: CursorContext | None = None
-    """The key or value at the cursor; None in a comment, or where neither a key nor a value is possible."""
+    """The key or value at the cursor; None in a comment, or where neither is possible."""
     values: dict[KeyPath, str] = field(default_factory=dict)
     """Every key with the part of its value on the same line; empty for a group."""
 

@@ -20,7 +20,7 @@ from etrain_jupyter.notebook.editor.help_texts import (
     help_on_magic,
     usage_of,
 )
-from etrain_jupyter.notebook.editor.lines import Magic, find_context, find_flag, find_magic
+from etrain_jupyter.notebook.editor.lines import Magic, find_flag, find_magic, find_place
 from etrain_jupyter.notebook.editor.outline import read_outline
 
 
@@ -80,10 +80,10 @@ def _on_magic(text: str, cursor: int) -> Hint | None:
 
 
 def _on_line(magic: Magic, cursor: int) -> Hint | None:
-    context = find_context(magic.line, cursor - magic.start)
-    if context is None:
+    place = find_place(magic.line, cursor - magic.start)
+    if place is None:
         return None
-    words = [*context.words, context.word] if context.word else list(context.words)
+    words = [*place.words, place.word] if place.word else list(place.words)
     if not words:
         return _preformatted(help_on_magic())
     parser = find_parser(words, is_cell=magic.is_cell)

@@ -59,7 +59,7 @@ def find_magic(text: str, cursor: int) -> Magic | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LineContext:
+class LinePlace:
     """The word at the cursor on the line of a magic, and the words before it."""
 
     words: tuple[str, ...]
@@ -75,7 +75,7 @@ class LineContext:
         return self.word == self.begun
 
 
-def find_context(line: str, column: int) -> LineContext | None:
+def find_place(line: str, column: int) -> LinePlace | None:
     """Find the word at a column; None in a comment."""
     words: list[str] = []
     for match in re.finditer(r"\S+", line):
@@ -85,55 +85,55 @@ def find_context(line: str, column: int) -> LineContext | None:
             return None
         if match.end() >= column:
             begun = line[match.start() : column]
-            return LineContext(words=tuple(words), word=match[0], begun=begun)
+            return LinePlace(words=tuple(words), word=match[0], begun=begun)
         words.append(match[0])
-    return LineContext(words=tuple(words), word="", begun="")
+    return LinePlace(words=tuple(words), word="", begun="")
 
 
 def complete_line(magic: Magic, cursor: int, facts: Facts) -> Offers:
     """Return the completions at the cursor on the line of a magic."""
-    context = find_context(magic.line, cursor - magic.start)
+    place = find_place(magic.line, cursor - magic.start)
     # Inside a word, inserting a completion would leave the rest of the word behind it.
-    if context is None or not context.is_at_end:
+    if place is None or not place.is_at_end:
         return Offers(cursor)
-    start = cursor - len(context.begun)
-    if not context.words:
+    start = cursor - len(place.begun)
+    if not place.words:
         names = cell_commands() if magic.is_cell else [one.name for one in subcommands()]
-        return Offers(start, tuple(matching(names, context.begun, "command")))
-    parser = find_parser(list(context.words), is_cell=magic.is_cell)
+        return Offers(start, tuple(matching(names, place.begun, "command")))
+    parser = find_parser(list(place.words), is_cell=magic.is_cell)
     if parser is None:
         return Offers(cursor)
-    if find_member(context.words):
+    if find_member(place.words):
         # The name of the sub-command has two words, so the arguments start one word later.
-        context = dataclasses.replace(context, words=context.words[1:])
-    return _complete_argument(parser, context, start, facts)
+        place = dataclasses.replace(place, words=place.words[1:])
+    return _complete_argument(parser, place, start, facts)
 
 
-def _complete_argument(parser: Parser, context: LineContext, start: int, facts: Facts) -> Offers:
+def _complete_argument(parser: Parser, place: LinePlace, start: int, facts: Facts) -> Offers:
     # text before the cursor   completions
     # -----------------------  --------------------------------------------------
     # --pool lo                values of the previous flag
     # --pool=lo                values of this flag, after the "="
     # -                        flags that have not been given yet
     # anything else            values of the next positional argument, then flags
-    given = context.words[1:]
-    flag, equals, value = context.begun.partition("=")
+    given = place.words[1:]
+    flag, equals, value = place.begun.partition("=")
     # A flag with nargs == 0 is a switch: the word after it is not its value.
     awaited = find_flag(parser, given[-1]) if given and "=" not in given[-1] else None
     if awaited is not None and awaited.nargs != 0:
-        return Offers(start, tuple(_values(awaited, context.begun, facts)))
+        return Offers(start, tuple(_values(awaited, place.begun, facts)))
     if equals and flag.startswith("--"):
         found = find_flag(parser, flag)
         items = _values(found, value, facts) if found is not None else []
         return Offers(start + len(flag) + 1, tuple(items))
     items = []
-    if not context.begun.startswith("-"):
+    if not place.begun.startswith("-"):
         items = [
             offer
             for argument in _positional(parser, given)[:1]
-            for offer in _values(argument, context.begun, facts)
+            for offer in _values(argument, place.begun, facts)
         ]
-    return Offers(start, (*items, *matching(_free_flags(parser, given), context.begun, "flag")))
+    return Offers(start, (*items, *matching(_free_flags(parser, given), place.begun, "flag")))
 
 
 def find_flag(parser: Parser, word: str) -> argparse.Action | None:

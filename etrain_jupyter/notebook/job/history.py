@@ -197,15 +197,13 @@ def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
             "num_steps": spent.num_steps,
             "samples": spent.samples,
             "samples_per_s": spent.samples_per_s,
-            "efficiency": _efficiency(spent, alone),
+            "efficiency": _rate(
+                spent.samples_per_s, alone.samples_per_s or spent.own_samples_per_s
+            ),
             **spent.seconds,
         }
         for worker, spent in workers.items()
     ]
-
-
-def _efficiency(spent: _Spent, alone: _Spent) -> float:
-    return _rate(spent.samples_per_s, alone.samples_per_s or spent.own_samples_per_s)
 
 
 def _rate(amount: float, by: float) -> float:

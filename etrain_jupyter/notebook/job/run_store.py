@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.bundle.files import has_digest, write_bundle
+from etrain_jupyter.display.numbers import counted
 from etrain_jupyter.errors import EtrainError, JobNotFoundError
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
 from etrain_jupyter.notebook.job.history import peek_log
@@ -381,5 +382,4 @@ def _not_found(wanted: str, jobs: list[RunRecord], begun: list[RunRecord], root:
     known = list(dict.fromkeys([job.name for job in jobs] + [job.job_id for job in jobs]))
     near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
     hint = f"Did you mean {' or '.join(near)}?" if near else "%etrain ls lists the jobs."
-    count = f"{len(jobs)} job" + ("" if len(jobs) == 1 else "s")
-    return f"no job {wanted!r} in {root} ({count} there). {hint}"
+    return f"no job {wanted!r} in {root} ({counted(len(jobs), 'job')} there). {hint}"

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from etrain_jupyter.log.events import TERMINAL_STATUSES
+from etrain_jupyter.display.tables import html_table
+from etrain_jupyter.log.events import TERMINAL_STATUSES, Event
+from etrain_jupyter.notebook.job.history import LatestValues
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import JobLink
 from etrain_jupyter.notebook.job.requests import REQUEST_S, JobRequests, ResumeRequest
 from etrain_jupyter.notebook.job.resume import resume_job
-from etrain_jupyter.notebook.job.screen import Screen, table_of
 from etrain_jupyter.notebook.job.track import track_job
 from etrain_jupyter.notebook.job.waiting import JobWait
 from etrain_jupyter.notebook.job.weights import (
@@ -30,6 +31,24 @@ from etrain_jupyter.notebook.job.weights import (
 from etrain_jupyter.wire.requests import ListWorkers
 
 Model = TypeVar("Model")
+_WORKER_STATES = {"reported": "waiting"}
+"""States that have a different name in the coordinator."""
+
+
+class Screen(Protocol):
+    """The display of a job: the dashboard, which receives events and no job objects."""
+
+    def show(self) -> None:
+        """Display the job in the running cell."""
+
+    def add_events(self, events: Iterable[Event]) -> None:
+        """Receive the next events of the job; known events are skipped."""
+
+    def settle(self) -> None:
+        """Update the static copy in the saved notebook."""
+
+    def _repr_mimebundle_(self, **_kwargs: Any) -> Any:
+        """Return the MIME representations."""
 
 
 class TrainingJob(JobRequests):
@@ -296,5 +315,13 @@ class TrainingJob(JobRequests):
         return {"text/plain": repr(self), "text/html": table}
 
 
-_WORKER_STATES = {"reported": "waiting"}
-"""States that have a different name in the coordinator."""
+def table_of(view: LatestValues, job_id: str, status: str) -> str:
+    """Return a job's latest values as an HTML table."""
+    rows = {
+        "job": job_id,
+        "status": status,
+        "step": f"{view.step} of {view.total_steps}" if view.total_steps else str(view.step),
+        "workers": str(view.world_size),
+        **{name: f"{value:.4g}" for name, value in view.metrics.items()},
+    }
+    return html_table([], list(rows.items()), has_row_heads=True)

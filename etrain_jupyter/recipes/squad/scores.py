@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from etrain_jupyter.errors import RecipeError
-from etrain_jupyter.recipes.squad.questions import Question, read
+from etrain_jupyter.recipes.squad.questions import read
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = frozenset(string.punctuation)
@@ -62,7 +62,7 @@ def official_scores(
         for question in questions
     ]
     _check(references, predictions, na_probs)
-    if not _is_v2(questions):
+    if not any(question.may_be_unanswerable for question in questions):
         if na_probs is not None:
             raise RecipeError(
                 "na_probs was given, but all questions are those of SQuAD v1.1, where each has an "
@@ -194,10 +194,6 @@ def _best_threshold(
         if current > best:
             best, threshold = current, na_probs[id]
     return 100.0 * best / len(scores), threshold
-
-
-def _is_v2(questions: Iterable[Question]) -> bool:
-    return any(question.may_be_unanswerable for question in questions)
 
 
 def _check(

@@ -153,7 +153,7 @@ class Uploads:
                 self._remove_packed(first, size)
 
     def _write_pack(self, first: int, size: int) -> bool:
-        lines = self._lines_from(first, size)
+        lines = _reader_after(self._path, first - 1).read_lines(size)
         if len(lines) != size:
             raise RunStoreError(f"{self._path} has fewer lines than were uploaded from it")
         if size == EVENTS_PER_SEGMENT:
@@ -198,9 +198,6 @@ class Uploads:
         if self._reader is None:
             self._reader = _reader_after(self._path, self.seq)
         return self._reader.read_lines(PIECE_EVENTS)
-
-    def _lines_from(self, first: int, count: int) -> list[bytes]:
-        return _reader_after(self._path, first - 1).read_lines(count)
 
 
 _STATUS_EVENTS = tuple(

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.display.charts import _ticks
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.insight.comparison import Comparison, compare_jobs
 from etrain_jupyter.insight.curves import MAX_POINTS, curves_of
-from etrain_jupyter.insight.measures import clock_hours, to_floats
+from etrain_jupyter.insight.measures import clock_hours
 from etrain_jupyter.insight.runs import read_run
 from etrain_jupyter.log import events as t
 from tests.unit.insight.logged_jobs import START, LoggedJob, logged_job, steps_of
@@ -465,14 +464,3 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     [curve] = curves_of(["a"], [run], "lr", "steps")
 
     assert (curve.x.tolist(), curve.y.tolist()) == ([1, 5], [1.0, 2.0])
-
-
-@given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=5))
-def test_ticks_include_all_values_and_are_few(values: list[float]) -> None:
-    ticks = _ticks(values)
-
-    span = max(map(abs, [*values, *ticks, 1e-9]))
-    assert ticks[0] <= min(values) + 1e-6 * span
-    assert ticks[-1] >= max(values) - 1e-6 * span
-    assert 2 <= len(ticks) <= 8
-    assert np.all(np.diff(to_floats(ticks)) > 0)

@@ -135,7 +135,11 @@ class TrainingPlan:
         return figure
 
     def __str__(self) -> str:
-        parts = [self._head(), self._table(), self._trace_table()]
+        parts = [
+            self._head(),
+            self._table(),
+            align_columns(self._trace_lines()) if self.traced else "",
+        ]
         parts.append("\n".join(f"Note: {note}" for note in self.notes))
         return plain_text("\n\n".join(part for part in parts if part))
 
@@ -235,9 +239,6 @@ class TrainingPlan:
     def _trace_lines(self) -> list[list[str]]:
         heads = ["SIMULATED", "WORKERS", "POLICY", "COST", "TIME (MEDIAN)", "TIME (P95)", "LATE"]
         return [heads, *(one.cells() for one in self.traced)]
-
-    def _trace_table(self) -> str:
-        return align_columns(self._trace_lines()) if self.traced else ""
 
     # --- chart ---
 

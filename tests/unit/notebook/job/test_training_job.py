@@ -641,7 +641,7 @@ def test_property_returns_the_logged_value_while_its_bucket_does_not_respond(
         answers.wait(30)
         has_waited.set()
 
-    monkeypatch.setattr(training_job, "try_refresh_log", read_bucket)
+    monkeypatch.setattr(followed_job, "try_refresh_log", read_bucket)
     job = make_job(tmp_path, FakeLink(), status("running"), formed(world_size=2, step=4))
 
     values = (job.step, job.world_size, job.status, job.reason, repr(job))
