@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from etrain_jupyter.notebook.study.importance import Importance
-from etrain_jupyter.notebook.study.panel_row import MAX_TRIALS, study_row
 from etrain_jupyter.notebook.study.report import render_html
+from etrain_jupyter.notebook.study.screen import MAX_TRIALS, study_row
 from etrain_jupyter.notebook.study.view import StudyView, TrialRow
 
 
