@@ -372,7 +372,9 @@ def test_lock_that_is_a_link_is_not_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [".part-00000.arrow.file.partial", f".shards.json.{os.getpid()}.partial"]
+    "name",
+    [".part-00000.arrow.file.partial", f".shards.json.{os.getpid()}.partial"],
+    ids=["part", "record"],
 )
 def test_files_of_a_set_are_not_written_through_a_planted_link(tmp_path: Path, name: str) -> None:
     (tmp_path / "set").mkdir()
