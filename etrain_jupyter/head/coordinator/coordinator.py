@@ -18,12 +18,11 @@ from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.coordinator.fault_injection import Injector
 from etrain_jupyter.head.coordinator.hosted_jobs import HostedJobs
 from etrain_jupyter.head.coordinator.kernel_requests import Handler, KernelRequests
+from etrain_jupyter.head.coordinator.modes import Recovering, Serving
 from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost, NodeSource
 from etrain_jupyter.head.coordinator.notices import Notices
-from etrain_jupyter.head.coordinator.recovery import Recovering
 from etrain_jupyter.head.coordinator.requests import JobRequests
 from etrain_jupyter.head.coordinator.roster import MachineFacts, WorkerRoster
-from etrain_jupyter.head.coordinator.serving import Serving
 from etrain_jupyter.head.coordinator.sharing import Sharing
 from etrain_jupyter.head.coordinator.supervisors import Acknowledgements, Supervisors
 from etrain_jupyter.head.head_coordinator import HeadCoordinator

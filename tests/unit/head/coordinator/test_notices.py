@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etrain_jupyter.head.coordinator.recovery import Recovering
+from etrain_jupyter.head.coordinator.modes import Recovering
 from etrain_jupyter.log import events
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.versions import WIRE_VERSION

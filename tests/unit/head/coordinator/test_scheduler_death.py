@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.head.coordinator import recovery
+from etrain_jupyter.head.coordinator import modes
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.log.events import (
     CheckpointCommitted,
@@ -147,7 +147,7 @@ async def test_job_continues_without_a_worker_that_does_not_return(
 ) -> None:
     await lives.rig.start("w1", "w2")
     lives.numbered("w1", m.StepsTrained, records=records(1))
-    monkeypatch.setattr(recovery, "RETURN_S", 0.0)
+    monkeypatch.setattr(modes, "RETURN_S", 0.0)
     rig = lives.die()
     lives.back("w1", n1={})
     rig.tick()

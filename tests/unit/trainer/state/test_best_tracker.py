@@ -8,7 +8,7 @@ import pytest
 
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.references import WorkloadError
-from etrain_jupyter.trainer.state.best_tracker import BestTracker
+from etrain_jupyter.trainer.state.train_state import BestTracker
 
 
 def tracker(**keys: Any) -> BestTracker:

@@ -17,11 +17,11 @@ from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.storage.checkpoints.base import open_newest
 from etrain_jupyter.trainer.schedule import WorkPlan
-from etrain_jupyter.trainer.state.best_tracker import BestTracker
 from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import STATE_PART, header_of
 from etrain_jupyter.trainer.state.restoring import restore
+from etrain_jupyter.trainer.state.train_state import BestTracker
 from etrain_jupyter.trainer.state.weight_average import WeightAverage
 from etrain_jupyter.wire.messages import CheckpointWritten
 

@@ -21,10 +21,10 @@ from etrain_jupyter.storage.checkpoints.base import open_newest, open_step
 from etrain_jupyter.trainer.boundary import Boundary
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
 from etrain_jupyter.trainer.schedule import Mark, WorkPlan
-from etrain_jupyter.trainer.state.best_tracker import BestTracker
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import EXTRA_PART
 from etrain_jupyter.trainer.state.restoring import restore
+from etrain_jupyter.trainer.state.train_state import BestTracker
 from etrain_jupyter.wire import messages
 
 
