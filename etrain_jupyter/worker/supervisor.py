@@ -223,22 +223,15 @@ class Supervisor(WorkerPlugin):
                     self._go(self._start_over())
             case m.LaunchTrainer():
                 self._go(self._launch(message))
-            case m.TerminateTrainer() | m.LogStacks() | m.InjectFault():
-                if (trainer := self._trainers.get(message.trainer)) is not None:
-                    self._act_on(trainer, message)
-            case _:
-                assert_never(message)
-
-    def _act_on(
-        self, trainer: TrainerProcess, message: m.TerminateTrainer | m.LogStacks | m.InjectFault
-    ) -> None:
-        match message:
             case m.TerminateTrainer():
-                self._go(self._terminate(trainer, message))
+                if (trainer := self._trainers.get(message.trainer)) is not None:
+                    self._go(self._terminate(trainer, message))
             case m.LogStacks():
-                self._go(trainer.log_stacks())
+                if (trainer := self._trainers.get(message.trainer)) is not None:
+                    self._go(trainer.log_stacks())
             case m.InjectFault():
-                _commit_fault(trainer, message)
+                if (trainer := self._trainers.get(message.trainer)) is not None:
+                    _commit_fault(trainer, message)
             case _:
                 assert_never(message)
 

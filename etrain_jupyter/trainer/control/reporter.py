@@ -154,20 +154,17 @@ class Reporter:
         # If this thread fails, the process exits: otherwise, steps would silently be missing from
         # the log.
         try:
-            self._flush_until_ended()
+            while not self._ended.is_set():
+                self._has_unsent.wait()
+                # Cleared before the flush: a record that arrives during it sets the event again.
+                self._has_unsent.clear()
+                with contextlib.suppress(OSError):
+                    self.flush()
+                self._ended.wait(BUSY_FLUSH_EVERY_S if self._are_cores_busy() else FLUSH_EVERY_S)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
-
-    def _flush_until_ended(self) -> None:
-        while not self._ended.is_set():
-            self._has_unsent.wait()
-            # Cleared before the flush: a record that arrives during it sets the event again.
-            self._has_unsent.clear()
-            with contextlib.suppress(OSError):
-                self.flush()
-            self._ended.wait(BUSY_FLUSH_EVERY_S if self._are_cores_busy() else FLUSH_EVERY_S)
 
 
 def _is_after(record: KeptRecord, step: int) -> bool:

@@ -248,7 +248,14 @@ class TrainLoop:
             is_device_broken = device_error_in(exc) is not None
             if is_device_broken or not self.micro.shrink(exc):
                 raise
-            self._log_out_of_memory(group)
+            text = out_of_memory_message(
+                self.step,
+                rank=group.rank,
+                size=self.micro.size,
+                in_step=self.in_step,
+                is_torn=self.update.is_torn,
+            )
+            self._log("warning", text)
             # Memory ran out on this rank, and its micro-batches are smaller now. The step cannot be
             # repeated within the generation, because the other ranks are inside its collectives:
             #
@@ -575,16 +582,6 @@ class TrainLoop:
         if average is None:
             return {}
         return {f"{AVERAGE}.{name}": tensor for name, tensor in average.tensors.items()}
-
-    def _log_out_of_memory(self, group: RankGroup) -> None:
-        text = out_of_memory_message(
-            self.step,
-            rank=group.rank,
-            size=self.micro.size,
-            in_step=self.in_step,
-            is_torn=self.update.is_torn,
-        )
-        self._log("warning", text)
 
     def _log(self, level: str, text: str) -> None:
         self._send(TextLogged(level=level, text=text))
