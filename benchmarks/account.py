@@ -74,14 +74,8 @@ BOOTING = Stage(
 SLOW_LAUNCH = (ApiFault(action="CreateFleet", seconds=3.0),)
 STAGES: Mapping[str, Sequence[Stage]] = {
     "check": (
-        Stage(
-            name="dry runs",
-            is_reached=lambda user: user.cloud.calls().get("ec2.RunInstances"),
-            delays=(ApiFault(action="RunInstances", seconds=3.0),),
-        ),
         UPLOAD,
-        # The first request is the dry run.
-        Stage(name="launch", is_reached=lambda user: _num_fleets(user) > 1, delays=SLOW_LAUNCH),
+        Stage(name="launch", is_reached=_num_fleets, delays=SLOW_LAUNCH),
         BOOTING,
         Stage(name="training", is_reached=_is_ready),
     ),

@@ -6,7 +6,6 @@ checks the pool and trains on it.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import sys
@@ -22,12 +21,7 @@ from etrain_jupyter import cli
 from etrain_jupyter.log.events import LogLine
 from etrain_jupyter.notebook.commands.subcommands import run_line
 from etrain_jupyter.plugins.ec2 import account_commands
-from etrain_jupyter.plugins.ec2.account import proof
-from etrain_jupyter.plugins.ec2.account.proof import prove
-from etrain_jupyter.plugins.ec2.ec2_api import Clients
 from etrain_jupyter.plugins.ec2.simulator import Account, ApiFault, FakeAws
-from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
-from etrain_jupyter.pools.catalog import read_catalog
 from etrain_jupyter.storage.objects import bucket_owners
 from tests.capabilities import long
 
@@ -171,9 +165,8 @@ def test_pool_from_an_empty_account_to_a_trained_job_and_back(
     status, text = timed(figures, "check_s", lambda: run("pools", "check", "spot"))
     figures["check_calls"] = sum(cloud.calls().values())
     assert status == 0, text
-    for line in ("WRONG", "note "):
-        assert line not in text.replace("note  spot placement", "")  # of the only zone
-    for part in ("dry runs succeeded", "5 requests simulated", "64 vCPUs", "trained one step",
+    assert "note " not in text
+    for part in ("network, image and bucket", "64 vCPUs", "trained one step",
                  "boot, connect", "first step", "terminate", "cents"):  # fmt: skip
         assert part in text, text
     assert cloud.instances("pending", "running") == []
@@ -264,95 +257,50 @@ def test_check_without_capacity_says_why_nothing_was_trained(
     assert leftovers(cloud) == {}
 
 
-def proofs(state: str = "wrong", *, only: Callable[..., Any] | None = None) -> str:
-    """Return the texts of all checks with a state, or of one kind of checks."""
-    spec = read_catalog()["spot"].read_as(AwsSpotSpec)
-    if only is not None:
-        found = list(only(Clients(spec), spec))
-    else:
-        found = list(prove(spec, pause=lambda seconds: time.sleep(min(seconds, 0.05))))
-    return "\n".join(one.text for one in found if one.state == state)
-
-
 @pytest.fixture
 def pool(account: Account, become: Become, run: Run) -> None:
     init(run, account, types="g4dn.xlarge")
 
 
-def test_quota_of_zero_is_wrong_and_a_small_one_a_note(cloud: FakeAws, pool: None) -> None:
-    assert proofs() == ""
-    assert leftovers(cloud) == {}
-    cloud.set_quota("L-3819A6DF", 0)
-    assert "is 0 vCPUs" in proofs(only=proof._quotas)
-    assert "request-service-quota-increase" in proofs(only=proof._quotas)
+def test_check_without_a_boot_finds_a_small_quota(cloud: FakeAws, pool: None, run: Run) -> None:
+    status, text = run("pools", "check", "spot", "--no-boot")
+    assert status == 0, text
+    assert "(L-3819A6DF): 64 vCPUs" in text
     cloud.set_quota("L-3819A6DF", 8)
-    small = proofs("note", only=proof._quotas)
-    assert "enough for 2 g4dn.xlarge, not for workers.max 4" in small
-
-
-def test_low_placement_score_names_types_that_raise_it(cloud: FakeAws, pool: None) -> None:
-    spot = {"zone": "us-east-1a", "capacity": 40, "price_usd": 0.2}
-    types = ("g4dn.xlarge", "g5.xlarge", "g6.xlarge")
-    cloud.set_market([{"instance_type": name, **spot} for name in types])
-
-    [text] = proofs("note", only=proof._scores).splitlines()
-
-    assert "1 to 10: us-east-1a 3. Add types to capacity.types" in text
-    assert "for example g5.xlarge, g6.xlarge. With those types: us-east-1a 10" in text
-
-
-def test_placement_scores_without_permission_are_a_note(cloud: FakeAws, pool: None) -> None:
-    cloud.set_faults(ApiFault(action="GetSpotPlacementScores", code="UnauthorizedOperation"))
-
-    [text] = proofs("note", only=proof._scores).splitlines()
-
-    assert "may not use ec2:GetSpotPlacementScores. Zones are chosen by price alone" in text
+    status, text = run("pools", "check", "spot", "--no-boot")
+    assert status == 0, text
+    assert "enough for 2 g4dn.xlarge, not for workers.max 4" in text
+    cloud.set_quota("L-3819A6DF", 0)
+    status, text = run("pools", "check", "spot")
+    assert status == 1
+    for part in ("is 0 vCPUs", "request-service-quota-increase", "No node was launched"):
+        assert part in text, text
+    assert cloud.leftovers().keys() <= {"security_groups"}
 
 
 def test_user_without_the_policy_gets_what_is_missing(
     cloud: FakeAws, pool: None, become: Become, run: Run
 ) -> None:
     become("ann")
-    status, text = run("pools", "check", "spot", "--no-boot")
+    status, text = run("pools", "check", "spot")
     assert status == 1
-    assert "WRONG bucket" in text
+    assert "pools policy" in text
     assert "No node was launched" in text
     become("admin")
     assert leftovers(cloud) == {}
 
 
-@pytest.mark.parametrize("action", ["RunInstances", "CreateFleet"])
-def test_refused_launch_is_found_by_its_dry_run(cloud: FakeAws, pool: None, action: str) -> None:
-    cloud.set_faults(ApiFault(action=action, code="UnauthorizedOperation"))
-    assert "launching: " in proofs()
-    assert "pools policy" in proofs()
-    cloud.set_faults()
-    assert leftovers(cloud) == {}
-
-
-def test_new_profile_that_ec2_does_not_know_yet_is_waited_for(cloud: FakeAws, pool: None) -> None:
-    cloud.set_faults(
-        ApiFault(
-            action="RunInstances",
-            code="InvalidParameterValue",
-            count=2,
-            message="Invalid IAM Instance Profile name: iamInstanceProfile.name",
-        )
-    )
-    assert proofs() == ""
-    assert cloud.calls()["ec2.RunInstances"] == 3
-
-
-def test_node_role_with_a_changed_policy_is_found(cloud: FakeAws, pool: None) -> None:
-    iam = client("iam")
-    check_role = functools.partial(proof._role, probe="aws-probe0-000001")
-    iam.delete_role_policy(RoleName="etrain-spot-node", PolicyName="etrain")
-    assert "the nodes may not s3:GetObject" in proofs(only=check_role)
-    iam.put_role_policy(
-        RoleName="etrain-spot-node", PolicyName="etrain", PolicyDocument=json.dumps(ADMIN)
-    )
-    assert proofs(only=check_role) == ""
-    assert "the nodes may s3:PutObject" in proofs("note", only=check_role)
+@long
+def test_refused_launch_ends_the_check_with_the_reason(
+    cloud: FakeAws, account: Account, become: Become, run: Run, tmp_path: Path
+) -> None:
+    init(run, account)
+    shorten(cloud, tmp_path)
+    cloud.set_faults(ApiFault(action="CreateFleet", code="UnauthorizedOperation", status=403))
+    status, text = run("pools", "check", "spot")
+    assert status == 1
+    assert "EC2 has refused 3 launches in a row" in text
+    assert cloud.instances("pending", "running") == []
 
 
 def test_organisation_that_forbids_roles_leads_to_the_template(

@@ -164,18 +164,18 @@ def remove(
 
 
 def check(surface: Host, pool: str, *, no_boot: bool = False) -> str:
-    """Prove that a pool works: permissions, quotas, and one step on one node.
+    """Prove that a pool works: train one step on one node.
 
     Args:
         pool: Name of the pool.
-        no_boot: Launch nothing, and check only permissions, quotas and capacity.
+        no_boot: Launch nothing, and look up only credentials, types, image, network and quotas.
 
     Example:
         pools check spot --no-boot
     """
     _need_boto3()
+    from etrain_jupyter.plugins.ec2.account.boot import look_up
     from etrain_jupyter.plugins.ec2.account.check_record import open_record, remove_killed
-    from etrain_jupyter.plugins.ec2.account.proof import new_probe, prove
 
     spec = _spec_of(pool)
     with open_record(pool, spec) as record:
@@ -183,22 +183,16 @@ def check(surface: Host, pool: str, *, no_boot: bool = False) -> str:
             surface.say("removing what a previous check has left, which was killed")
             if left := remove_killed(pool, spec, record):
                 surface.say(f"note  not removed yet: {left}")
-        probe = new_probe()
-        record.note(probe=probe)
-        wrong = []
-        for proof in prove(spec, probe=probe):
-            surface.say(str(proof))
-            if proof.state == "wrong":
-                wrong.append(proof.text)
-        record.forget()
-        if wrong:
+        try:
+            for line in look_up(spec):
+                surface.say(line)
+        except EtrainError as exc:
             raise PoolError(
-                f"{len(wrong)} checks of pool {pool} failed, the first one: "
-                f"{wrong[0].rstrip('.')}. No node was launched. Fix it, and run "
-                f"`%etrain pools check {pool}` again."
-            )
+                f"pool {pool} cannot be used: {str(exc).rstrip('.')}. No node was launched. Fix "
+                f"it, and run `%etrain pools check {pool}` again."
+            ) from exc
         if no_boot:
-            return f"pool {pool} can be used. Without --no-boot, this command also boots a node."
+            return f"pool {pool} can be looked up. Only a check without --no-boot proves it."
         return _boot(surface, pool, spec, record)
 
 

@@ -327,25 +327,18 @@ def _facts(data: Mapping[str, Any]) -> TypeFacts:
 def placement_scores(ec2: Any, types: Sequence[str], count: int, region: str) -> dict[str, int]:
     """Return EC2's placement score for each zone, 1 to 10; empty if not available."""
     try:
-        return read_placement_scores(ec2, types, count, region)
+        zones = ec2.describe_availability_zones()["AvailabilityZones"]
+        answer = ec2.get_spot_placement_scores(
+            InstanceTypes=list(types),
+            TargetCapacity=max(1, count),
+            SingleAvailabilityZone=True,
+            RegionNames=[region],
+        )
     except (*AwsErrors, ResponseParserError):
         return {}  # Scores are optional: they only rank zones, and the role may lack permission.
-
-
-def read_placement_scores(
-    ec2: Any, types: Sequence[str], count: int, region: str
-) -> dict[str, int]:
-    """Return EC2's placement score for each zone, 1 to 10; errors of AWS are raised."""
-    zones = ec2.describe_availability_zones()["AvailabilityZones"]
     # Scores use zone ids (use1-az1), but all other requests use the account's own names
     # (us-east-1a).
     names = {zone["ZoneId"]: zone["ZoneName"] for zone in zones}
-    answer = ec2.get_spot_placement_scores(
-        InstanceTypes=list(types),
-        TargetCapacity=max(1, count),
-        SingleAvailabilityZone=True,
-        RegionNames=[region],
-    )
     scores = answer.get("SpotPlacementScores", ())
     return {names.get(s.get("AvailabilityZoneId", ""), ""): int(s["Score"]) for s in scores}
 

@@ -110,7 +110,7 @@ def find_types(clients: Clients, spec: AwsSpotSpec) -> dict[str, TypeFacts]:
 
 
 def survey(clients: Clients, spec: AwsSpotSpec) -> tuple[dict[str, TypeFacts], dict[str, str]]:
-    """Return types and subnets without creating anything, for dry runs and worst-case costs.
+    """Return types and subnets without creating anything.
 
     Raises:
         PoolError: If the region has no such types, or the network cannot be used.

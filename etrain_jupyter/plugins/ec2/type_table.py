@@ -6,7 +6,7 @@ Network: baseline bandwidth, which a type holds for longer than a burst (EC2 doc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 FLOW_GBIT_PER_S = 5.0
@@ -70,24 +70,3 @@ MACHINE_TYPES: Mapping[str, MachineType] = {
     **_types(A100, p4d_24xlarge=(8, 400), p4de_24xlarge=(8, 400)),
     **_types(H100, p5_4xlarge=(1, 100), p5_48xlarge=(8, 3200)),
 }
-
-
-def similar_types(types: Sequence[str]) -> list[str]:
-    """Return other types of the same size, with GPUs of similar speed; at most two.
-
-    >>> similar_types(["g5.xlarge"])
-    ['g4dn.xlarge', 'g6.xlarge']
-    """
-    known = [MACHINE_TYPES[name] for name in types if name in MACHINE_TYPES]
-    if not known:
-        return []
-    sizes = {name.partition(".")[2] for name in types}
-    slowest = min(one.gpu.half_tflops for one in known)
-    found = {
-        name: one
-        for name, one in MACHINE_TYPES.items()
-        if name not in types
-        and name.partition(".")[2] in sizes
-        and 0.9 * slowest <= one.gpu.half_tflops <= 2 * slowest
-    }
-    return sorted(found, key=lambda name: found[name].gpu.half_tflops)[:2]

@@ -1,16 +1,16 @@
-"""Account for the time and the cost of booting one node: ``%etrain pools check``."""
+"""Look up what a node needs, and account for its boot: ``%etrain pools check``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from etrain_jupyter.errors import StoreError
-from etrain_jupyter.plugins.ec2.account.machines import describe
-from etrain_jupyter.plugins.ec2.account.proof import PROBES
+from etrain_jupyter.errors import PoolError, StoreError
+from etrain_jupyter.plugins.ec2.account.machines import check_machines, check_quotas, describe
 from etrain_jupyter.plugins.ec2.account.site import reason_of
 from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors
+from etrain_jupyter.plugins.ec2.client.check import check_account
 from etrain_jupyter.plugins.ec2.ec2_api import Clients, list_instances
 from etrain_jupyter.plugins.ec2.head.cluster_files import BootPhase, ClusterFiles
 from etrain_jupyter.plugins.ec2.reaping import find_tagged
@@ -60,18 +60,26 @@ def total_of(phases: Sequence[Phase]) -> Phase:
     )
 
 
+def look_up(spec: AwsSpotSpec) -> Iterator[str]:
+    """Check everything that needs no machine; yield a line about each check.
+
+    Raises:
+        PoolError: If a check fails; the later ones are left out.
+    """
+    clients = Clients(spec)
+    try:
+        yield f"ok    credentials of {clients.caller()[1]}"
+        check_machines(clients, spec)
+        yield "ok    the machine types exist, and the image is for their architecture"
+        check_account(clients, spec)
+        yield "ok    network, image and bucket can be used"
+        yield from check_quotas(clients, spec)
+    except AwsErrors as exc:
+        raise PoolError(reason_of(exc)) from exc
+
+
 def running_clusters(clients: Clients, spec: AwsSpotSpec) -> list[str]:
     """Return the ids of the pool's clusters that have resources on EC2."""
-    # Leftovers of a killed check block nothing.
-    return [one for one in _tagged_ids(clients, spec) if not one.startswith(PROBES)]
-
-
-def killed_probes(clients: Clients, spec: AwsSpotSpec) -> list[str]:
-    """Return the ids of the clusters that checks of the pool only pretended to start."""
-    return [one for one in _tagged_ids(clients, spec) if one.startswith(PROBES)]
-
-
-def _tagged_ids(clients: Clients, spec: AwsSpotSpec) -> list[str]:
     home = f"s3://{spec.bucket}/{spec.prefix}"
     found = find_tagged(clients, spec.region)
     return sorted({one.cluster_id for one in found if one.home.startswith(home)})

@@ -3,11 +3,11 @@
 ::
 
     check 1                                       check 2
-    holds the lock; records its probe
-    records that it boots; head, machine, job
+    holds the lock; records that it boots
+    records its cluster and its job
     killed: nothing of it is removed
                                                   gets the lock, and finds the record
-                                                  removes probe, cluster and job, and begins
+                                                  removes cluster and job, and begins
 
 A cluster is removed only if all of its jobs are those of checks: a cell may have joined it.
 """
@@ -23,7 +23,6 @@ from typing import Any
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.plugins.ec2.account.boot import forget_probe, running_clusters
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
-from etrain_jupyter.plugins.ec2.reaping import remove
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.own_clusters import address_of, find_cluster_dir
@@ -54,16 +53,6 @@ class CheckRecord:
 
     def __bool__(self) -> bool:
         return bool(self._known)
-
-    @property
-    def probe(self) -> str:
-        """Id of the cluster that the dry runs pretend to start; empty if there is none."""
-        return str(self._known.get("probe", ""))
-
-    @property
-    def boots(self) -> bool:
-        """True if a cluster may have been started."""
-        return bool(self._known.get("boots"))
 
     @property
     def cluster_id(self) -> str:
@@ -112,12 +101,8 @@ def open_record(name: str, spec: AwsSpotSpec) -> Iterator[CheckRecord]:
 def remove_killed(name: str, spec: AwsSpotSpec, record: CheckRecord) -> Leftovers:
     """Remove what a killed check has created, as its record says; return what remains."""
     left = []
-    clients = Clients(spec)
-    if record.probe:
-        home = spec.home(record.probe)
-        left.append(remove(clients, spec.region, record.probe, home=home))
     jobs = [(record.job_id, record.cluster_id)] if record.job_id else []
-    for cluster_id in running_clusters(clients, spec) if record.boots else ():
+    for cluster_id in running_clusters(Clients(spec), spec):
         ids = _jobs_of_checks(cluster_id, name)
         if ids is not None:
             left.append(get_pool(name).down(timeout_s=DOWN_S))

@@ -87,9 +87,7 @@ def _resources(site: Site, head: str) -> dict[str, Any]:
         managed = [SESSIONS] if spec.head_tunnel == "ssm" else []
         policy = head_policy(grouped, node_role=node, account=site.account)
         resources |= _role("Head", head, lambda: policy, tags, managed)
-    launcher = launcher_policy(
-        grouped, node_role=node, account=site.account, head_role=head, can_check=True
-    )
+    launcher = launcher_policy(grouped, node_role=node, account=site.account, head_role=head)
     for number, part in enumerate(split_policy(launcher), start=1):
         suffix = "" if number == 1 else f"-{number}"
         resources[f"Launcher{'' if number == 1 else number}"] = {

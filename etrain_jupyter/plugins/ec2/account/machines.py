@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from botocore.exceptions import ClientError
 
 from etrain_jupyter.config.source_map import did_you_mean
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.plugins.ec2.account.site import DENIED
+from etrain_jupyter.plugins.ec2.account.site import DENIED, reason_of
+from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
 from etrain_jupyter.plugins.ec2.price_table import ON_DEMAND_USD
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
@@ -96,6 +97,44 @@ def find_architecture(clients: Clients, spec: AwsSpotSpec) -> str:
             "belong to one region: name another one with --ami (image.ami)."
         )
     return str(found[0].get("Architecture", ""))
+
+
+def check_quotas(clients: Clients, spec: AwsSpotSpec) -> Iterator[str]:
+    """Compare the account's quotas of spot vCPUs with the pool's types; yield a line for each.
+
+    Raises:
+        PoolError: If a quota is too small for a single machine.
+    """
+    if spec.capacity.gpu is not None:
+        return
+    members: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for name, facts in describe(clients, spec.capacity.types).items():
+        if quota := quota_of(name):
+            members.setdefault(quota, []).append((facts["VCpuInfo"]["DefaultVCpus"], name))
+    for (code, title), sizes in members.items():
+        quota_text = f"quota {title} ({code})"
+        try:
+            answer = clients.quotas.get_service_quota(ServiceCode="ec2", QuotaCode=code)
+        except AwsErrors as exc:
+            yield f"note  {quota_text}: unknown, {reason_of(exc)}"
+            continue
+        value, (size, name) = int(answer["Quota"]["Value"]), min(sizes)
+        need = size * -(-spec.workers.max // max(1, spec.workers.per_node))
+        request = (
+            f"Request more: `aws service-quotas request-service-quota-increase --region "
+            f"{spec.region} --service-code ec2 --quota-code {code} --desired-value {need}`"
+        )
+        if value < size:
+            raise PoolError(
+                f"{quota_text} is {value} vCPUs, and {name} has {size}: EC2 will refuse every "
+                f"launch. {request}, which takes hours"
+            )
+        few = f", enough for {value // size} {name}, not for workers.max {spec.workers.max}. "
+        yield (
+            f"note  {quota_text}: {value} vCPUs{few}{request}"
+            if value < need
+            else (f"ok    {quota_text}: {value} vCPUs")
+        )
 
 
 def quota_of(name: str) -> tuple[str, str] | None:

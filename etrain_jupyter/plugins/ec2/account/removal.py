@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from etrain_jupyter.errors import ConfigError, PoolError
-from etrain_jupyter.plugins.ec2.account.boot import killed_probes, running_clusters
+from etrain_jupyter.plugins.ec2.account.boot import running_clusters
 from etrain_jupyter.plugins.ec2.account.bucket import BucketPiece
 from etrain_jupyter.plugins.ec2.account.group import GroupPiece
 from etrain_jupyter.plugins.ec2.account.init import open_site
@@ -31,7 +30,6 @@ from etrain_jupyter.plugins.ec2.account.site import (
 )
 from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors
 from etrain_jupyter.plugins.ec2.client.policy import node_policy
-from etrain_jupyter.plugins.ec2.reaping import remove
 from etrain_jupyter.plugins.ec2.spec import KIND
 from etrain_jupyter.pools.catalog import own_file, read_catalog
 
@@ -78,7 +76,6 @@ def remove_pool(
     site, _ = open_site(name, options)
     file = known.file if known is not None else options.file or own_file()
     pieces: list[Piece] = [
-        _ProbePiece(site),
         LauncherPieces(site),
         RolePiece(site, head_name(name), lambda: {}),
         RolePiece(site, node_name(name), lambda: node_policy(site.spec)),
@@ -115,35 +112,6 @@ def _refuse_running(site: Site) -> None:
             f"pool {site.name} still has {', '.join(ids)}. {NOTHING} Run "
             f"`%etrain down {site.name}` first."
         )
-
-
-class _ProbePiece:
-    """Resources of checks that were killed during their dry runs."""
-
-    def __init__(self, site: Site) -> None:
-        self._site = site
-
-    def to_make(self) -> View:
-        """Return nothing: only checks create them."""
-        return View()
-
-    def to_remove(self) -> View:
-        """Return a step for each check."""
-        return View(
-            steps=[
-                Step(
-                    text=f"remove {one}, which a killed check has left",
-                    run=partial(self._remove, one),
-                )
-                for one in killed_probes(self._site.clients, self._site.spec)
-            ]
-        )
-
-    def _remove(self, probe: str) -> None:
-        spec = self._site.spec
-        left = remove(self._site.clients, spec.region, probe, home=spec.home(probe))
-        if left:
-            raise PoolError(f"{probe} of a killed check cannot be removed: {left}. Retry.")
 
 
 class _EntryPiece:

@@ -197,7 +197,6 @@ class LauncherPieces:
             account=self._site.account,
             node_role=self._node_role,
             head_role=self._head_role,
-            can_check=True,
         )
         parts = split_policy(whole)
         names = [self._site.launcher_policy] + [

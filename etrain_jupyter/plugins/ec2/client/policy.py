@@ -44,20 +44,17 @@ def launcher_policy(
     node_role: str = "",
     account: str = "*",
     head_role: str = "",
-    can_check: bool = False,
 ) -> Policy:
     """Return the policy of the user or role that starts clusters.
 
     ``node_role`` is the role in ``iam.instance_profile``, by default the one with the profile's
-    name; ``account`` is a number, or ``*`` for the caller's own. With ``can_check``, the policy
-    also allows all requests of ``%etrain pools check``, and may be too long for a single managed
-    policy.
+    name; ``account`` is a number, or ``*`` for the caller's own.
     """
     # The launcher passes these roles to machines, which requires iam:PassRole for exactly these
     # roles.
     roles = [node_role or spec.iam.instance_profile, *([head_role] if head_role else [])]
     values = _values(spec, account, roles, types=[spec.head_type] if head_role else [])
-    groups = ["machines", "frame", "spot", *(["check"] if can_check else [])]
+    groups = ["machines", "frame", "spot"]
     groups += ["sessions"] if spec.head_tunnel == "ssm" else []
     return _policy([*groups, "prefix", "list_prefix", "list_uploads"], values)
 
@@ -151,7 +148,6 @@ def _values(
         "type_patterns": [] if capacity.gpu is None else ["g*", "p*", *types],
         "type_names": names if capacity.gpu is None else [],
         "roles": roles,
-        "profile": spec.iam.instance_profile,
         "bucket": f"arn:aws:s3:::{spec.bucket}",
         "prefix": spec.prefix,
         "upload_buckets": [f"arn:aws:s3:::{spec.bucket}"],

@@ -21,7 +21,6 @@ from etrain_jupyter.plugins.ec2.simulator.ec2 import Ec2
 from etrain_jupyter.plugins.ec2.simulator.faults import FaultList
 from etrain_jupyter.plugins.ec2.simulator.pricing import get_products
 from etrain_jupyter.plugins.ec2.simulator.quotas import Quotas
-from etrain_jupyter.plugins.ec2.simulator.simulation import simulate
 from etrain_jupyter.plugins.ec2.simulator.wire import (
     ApiError,
     Call,
@@ -95,8 +94,6 @@ class CloudApi:
                 return json_response(get_products(json.loads(call.body), self._ec2.market))
             if (call.service, call.action) == ("servicequotas", "GetServiceQuota"):
                 return json_response(self.quotas.get(json.loads(call.body)))
-            if (call.service, call.action) == ("iam", "SimulatePrincipalPolicy"):
-                return simulate(call)
             return self._call_moto(call)
         except ApiError as exc:
             return error_response(call, exc)

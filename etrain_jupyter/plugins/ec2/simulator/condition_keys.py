@@ -67,8 +67,6 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ec2:DeleteSecurityGroup": {"security-group": _GROUP},
     "ec2:AuthorizeSecurityGroupIngress": {"security-group": _GROUP},
     "iam:PassRole": {"role": ("iam:AssociatedResourceArn", "iam:PassedToService")},
-    "iam:GetInstanceProfile": {"instance-profile": ()},
-    "iam:SimulatePrincipalPolicy": {"role": ()},
     "iam:CreateServiceLinkedRole": {"role": ("iam:AWSServiceName",)},
     "ssm:GetParameter": {"parameter": _RESOURCE_TAGS},
     "ssm:StartSession": {

@@ -62,13 +62,6 @@ def requests_of(call: Call, world: World) -> list[Request]:
         found = list(_Ec2Call(call, world).requests())
     elif (call.service, call.action) == ("ssm", "GetParameter"):
         found = [Request("ssm:GetParameter", _parameter(call, world))]
-    elif (call.service, call.action) == ("iam", "GetInstanceProfile"):
-        name = nested(call.body).get("InstanceProfileName", "")
-        arn = f"arn:aws:iam::{world.account}:instance-profile/{name}"
-        found = [Request("iam:GetInstanceProfile", arn)]
-    elif (call.service, call.action) == ("iam", "SimulatePrincipalPolicy"):
-        arn = str(nested(call.body).get("PolicySourceArn", ""))
-        found = [Request("iam:SimulatePrincipalPolicy", arn)]
     elif call.service == "sts":
         found = []  # GetCallerIdentity needs no permission
     else:

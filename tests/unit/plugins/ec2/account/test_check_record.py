@@ -34,10 +34,6 @@ class World:
         self.removed.append("cluster")
         return self.left
 
-    def remove(self, clients: Any, region: str, probe: str, *, home: str) -> Leftovers:
-        self.removed.append(f"{probe} at {home}")
-        return Leftovers()
-
     def forget_probe(self, spec: Any, *, job_id: str, cluster_id: str) -> str:
         self.removed.append(f"{job_id} of {cluster_id}")
         return ""
@@ -54,7 +50,6 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
         "address_of": lambda cluster: cluster,
         "ask": one.answer,
         "get_pool": lambda name: SimpleNamespace(down=one.down),
-        "remove": one.remove,
         "forget_probe": one.forget_probe,
     }
     for name, value in replaced.items():
@@ -72,21 +67,11 @@ def killed(spec: AwsSpotSpec, **facts: Any) -> CheckRecord:
 
 def test_completed_check_leaves_nothing_to_remove(world: World, spec: AwsSpotSpec) -> None:
     with open_record("spot", spec) as record:
-        record.note(probe="aws-probe0-000001")
+        record.note(boots=True)
         record.forget()
 
     with open_record("spot", spec) as record:
         assert not record
-
-
-def test_probe_of_a_killed_check_is_removed(world: World, spec: AwsSpotSpec) -> None:
-    record = killed(spec, probe="aws-probe0-000001")
-
-    assert not remove_killed("spot", spec, record)
-
-    home = "s3://my-bucket/etrain/clusters/aws-probe0-000001"
-    assert world.removed == [f"aws-probe0-000001 at {home}"], "no cluster: it had booted none"
-    assert not record
 
 
 def test_cluster_of_a_killed_check_is_removed_with_its_job(world: World, spec: AwsSpotSpec) -> None:
@@ -118,7 +103,7 @@ def test_record_is_kept_until_everything_is_removed(world: World, spec: AwsSpotS
 
     assert remove_killed("spot", spec, record)
 
-    assert record.boots
+    assert record
 
 
 def test_second_check_on_the_same_machine_is_refused(world: World, spec: AwsSpotSpec) -> None:

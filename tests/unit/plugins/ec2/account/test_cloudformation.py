@@ -55,7 +55,6 @@ def test_policies_are_those_of_init() -> None:
         place.spec.model_copy(update={"network": grouped}),
         node_role="etrain-spot-node",
         account=ACCOUNT,
-        can_check=True,
     )
     parts = [resources[key]["Properties"] for key in resources if key.startswith("Launcher")]
     assert [
@@ -93,9 +92,7 @@ def test_command_of_the_outputs_is_complete() -> None:
 @pytest.mark.parametrize("most", [MAX_POLICY, 2000])
 def test_split_policies_keep_every_statement_within_the_limit(most: int) -> None:
     place = site(**HEAD)
-    whole = launcher_policy(
-        place.spec, account=ACCOUNT, head_role="etrain-spot-head", can_check=True
-    )
+    whole = launcher_policy(place.spec, account=ACCOUNT, head_role="etrain-spot-head")
     parts = split_policy(whole, most=most)
     assert [one for part in parts for one in part["Statement"]] == whole["Statement"]
     assert all(len(json.dumps(part, separators=(",", ":"))) <= most for part in parts)

@@ -175,7 +175,7 @@ def check_complete() -> None:
         PolicyArn=policy["Policy"]["Arn"], VersionId=policy["Policy"]["DefaultVersionId"]
     )
     assert version["PolicyVersion"]["Document"] == launcher_policy(
-        spec(), node_role="etrain-spot-node", account=ACCOUNT, can_check=True
+        spec(), node_role="etrain-spot-node", account=ACCOUNT
     )
 
 
@@ -244,24 +244,6 @@ def test_remove_killed_at_any_request_is_finished_by_the_next_run(
         run_remove()
         assert inventory() == {}
         assert not places.exists()
-
-
-def test_remove_deletes_what_a_killed_check_has_left(requests: Requests) -> None:
-    run_init()
-    for bucket, probe in ((BUCKET, "aws-probe0-00000a"), ("other-bucket", "aws-probe0-00000b")):
-        tags = {"cluster": probe, "home": f"s3://{bucket}/etrain/clusters/{probe}"}
-        pairs = [{"Key": f"etrain:{key}", "Value": value} for key, value in tags.items()]
-        client("ec2").create_launch_template(
-            LaunchTemplateName=probe,
-            LaunchTemplateData={"ImageId": AMI},
-            TagSpecifications=[{"ResourceType": "launch-template", "Tags": pairs}],
-        )
-    lines: list[str] = []
-
-    run_remove(lines)
-
-    assert inventory() == {"templates": ["aws-probe0-00000b"]}, "it belongs to another pool"
-    assert "  remove aws-probe0-00000a, which a killed check has left" in lines
 
 
 def test_killed_init_can_be_removed_without_finishing_it(requests: Requests) -> None:
