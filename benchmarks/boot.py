@@ -2,8 +2,8 @@
 
 Each case is one run of `etrain pools check` on the fake cloud, with IAM enforced:
 
-- cold: nothing is in the bucket. This machine makes the wheels of its own environment and uploads
-  them, and the node installs them;
+- cold: nothing is in the bucket. This machine downloads the wheels of its own environment and
+  uploads them, and the node installs them;
 - cached: the bucket has all wheels, and the node starts with an empty disk;
 - snapshot: the node's image was made from a node with this environment.
 

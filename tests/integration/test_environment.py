@@ -5,14 +5,18 @@ The user-data runs as on a machine, with its metadata service, up to the start o
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -20,10 +24,10 @@ import pytest
 from etrain_jupyter.errors import StoreError
 from etrain_jupyter.plugins.ec2.bootstrap import ROOT, BootFacts, user_data
 from etrain_jupyter.plugins.ec2.environment import torch_builds
-from etrain_jupyter.plugins.ec2.environment.manifest import Manifest, key_of
-from etrain_jupyter.plugins.ec2.environment.packages import Package, read_packages
+from etrain_jupyter.plugins.ec2.environment.manifest import key_of
+from etrain_jupyter.plugins.ec2.environment.packages import Package, find_uv, run_uv
 from etrain_jupyter.plugins.ec2.environment.prepare import NodeNeeds, Prepared, prepare
-from etrain_jupyter.plugins.ec2.environment.sources import MissingWheelsError, find_uv
+from etrain_jupyter.plugins.ec2.environment.sources import MissingWheelsError
 from etrain_jupyter.plugins.ec2.machine.node_bucket import LIMITS
 from etrain_jupyter.plugins.ec2.simulator.imds import ImdsServer, instance_pages
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
@@ -37,33 +41,17 @@ BACKEND = """
 import zipfile
 
 def build_wheel(folder, settings=None, metadata=None):
-    name = "beta-2.0-py3-none-any.whl"
-    with zipfile.ZipFile(f"{folder}/{name}", "w") as wheel:
-        wheel.writestr("beta.py", open("beta.py").read())
-        wheel.writestr("beta-2.0.dist-info/METADATA", "Metadata-Version: 2.1\\nName: beta\\n"
-                       "Version: 2.0\\n")
-        wheel.writestr("beta-2.0.dist-info/WHEEL", "Wheel-Version: 1.0\\nGenerator: test\\n"
-                       "Root-Is-Purelib: true\\nTag: py3-none-any\\n")
-        wheel.writestr("beta-2.0.dist-info/RECORD", "")
-    return name
+    texts = {"beta.py": open("beta.py").read()}
+    info = "beta-2.0.dist-info"
+    texts[info + "/METADATA"] = "Metadata-Version: 2.1\\nName: beta\\nVersion: 2.0\\n"
+    texts[info + "/WHEEL"] = "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"
+    texts[info + "/RECORD"] = "".join(name + ",,\\n" for name in [*texts, info + "/RECORD"])
+    with zipfile.ZipFile(f"{folder}/beta-2.0-py3-none-any.whl", "w") as wheel:
+        for name, text in texts.items():
+            wheel.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), text)
+    return "beta-2.0-py3-none-any.whl"
 """
 PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-WHEEL = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-
-
-def add_package(site: Path, name: str, version: str, **files: str) -> Path:
-    """Add an installed package to a folder; return the folder of its metadata."""
-    info = site / f"{name}-{version}.dist-info"
-    info.mkdir(parents=True)
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    texts = {f"{name}.py": f"VERSION = '{version}'\n"}
-    texts |= {f"{info.name}/METADATA": metadata, f"{info.name}/WHEEL": WHEEL}
-    texts |= {f"{info.name}/{file}": text for file, text in files.items()}
-    for path, text in texts.items():
-        (site / path).write_text(text)
-    lines = [f"{path},," for path in (*texts, f"{info.name}/RECORD")]
-    (info / "RECORD").write_text("\n".join(lines))
-    return info
 
 
 @pytest.fixture
@@ -72,20 +60,30 @@ def bucket(s3_server: S3Server, s3_bucket: str) -> Bucket:
 
 
 @pytest.fixture
-def packages(tmp_path: Path) -> list[Package]:
-    """Provide the packages alpha (installed), beta (editable), and pip, which installs them."""
-    site = tmp_path / "lib" / "python3" / "site-packages"
-    add_package(site, "alpha", "1.0")
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Provide the only package index, a folder: no request leaves this machine."""
+    folder = tmp_path / "index"
+    write_wheel(folder, "alpha", "1.0")
+    name, version = "uv", run_uv("--version").split()[1]
+    texts = {f"{name}-{version}.data/scripts/uv": Path(find_uv()).read_bytes()}
+    write_wheel(folder, name, version, f"py3-none-linux_{platform.machine()}", files=texts)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def packages(tmp_path: Path, index: Path) -> list[Package]:
+    """Provide the packages alpha, from the index, and beta, which is built."""
     sources = tmp_path / "beta sources"
     sources.mkdir()
     for name, text in (("backend", BACKEND), ("beta", "VERSION = 'of the sources'\n")):
         (sources / f"{name}.py").write_text(text)
     (sources / "pyproject.toml").write_text(PROJECT)
-    direct = {"url": sources.as_uri(), "dir_info": {"editable": True}}
-    info = add_package(site, "beta", "2.0", **{"direct_url.json": json.dumps(direct)})
-    (site / "beta.py").unlink()
-    assert info.exists()
-    return [*read_packages([str(site)]), *(one for one in read_packages() if one.name == "pip")]
+    return [
+        Package(name="alpha", version="1.0"),
+        Package(name="beta", version="2.0", project=sources),
+    ]
 
 
 def store(bucket: Bucket, packages: list[Package], folder: Path, **needs: Any) -> Prepared:
@@ -94,21 +92,23 @@ def store(bucket: Bucket, packages: list[Package], folder: Path, **needs: Any) -
     return prepare(bucket, NodeNeeds(**needs), cache=cache, say=said.append, packages=packages)
 
 
-def write_wheel(folder: Path, name: str, version: str, tag: str, *needs: str) -> None:
+def write_wheel(
+    folder: Path, name: str, version: str, tag: str = "py3-none-any", *needs: str,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:  # fmt: skip
     """Write a wheel with one module, as a package index would have it."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in needs)]
+    all_files = {
+        **(files or {f"{name}.py": f"VERSION = '{version}'\n".encode()}),
+        f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", *lines, ""]).encode(),
+        f"{info}/WHEEL": f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),
+    }
+    record = "".join(f"{path},,\n" for path in (*all_files, f"{info}/RECORD"))
     with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
-        wheel.writestr(f"{name}.py", f"VERSION = '{version}'\n")
-        wheel.writestr(f"{info}/METADATA", "\n".join(["Metadata-Version: 2.1", *lines, ""]))
-        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nTag: {tag}\n")
-        wheel.writestr(f"{info}/RECORD", "")
-
-
-def num_installers() -> int:
-    """Return the number of stored wheels that belong to no package: uv, if it is installed."""
-    return 1 if find_uv() else 0
+        for path, data in {**all_files, f"{info}/RECORD": record.encode()}.items():
+            wheel.writestr(path, data)
 
 
 class Node:
@@ -167,11 +167,11 @@ def test_environment_is_stored_once_and_installed_from_the_bucket(
     bucket: Bucket, packages: list[Package], tmp_path: Path, node: Node
 ) -> None:
     first = store(bucket, packages, tmp_path)
-    assert [str(one.name) for one in first.manifest.wheels] == ["alpha", "beta", "pip"]
-    assert first.num_uploaded == 3 + num_installers()
+    assert [str(one.name) for one in first.manifest.wheels] == ["alpha", "beta"]
+    assert first.num_uploaded == 3  # with uv, which the nodes install them with
     again = store(bucket, packages, tmp_path)
     assert (again.digest, again.num_uploaded) == (first.digest, 0)
-    # Another machine does not know the stored wheels, but makes the same bytes.
+    # Another machine does not know the stored wheels, but gets the same bytes.
     other = store(bucket, packages, tmp_path / "other")
     assert (other.digest, other.num_uploaded) == (first.digest, 0)
 
@@ -195,7 +195,7 @@ def test_environment_is_stored_once_and_installed_from_the_bucket(
     assert changed.num_uploaded == 1
     node.boot(changed.digest)
     detail = report(bucket)["phases"][0]["detail"]
-    assert f"1 wheels, 0 MB, {2 + num_installers()} were on the image" in detail
+    assert "1 wheels, 0 MB, 2 were on the image" in detail
     assert node.python(changed.digest, "import beta; print(beta.VERSION)") == "changed\n"
 
 
@@ -216,9 +216,7 @@ def test_python_that_the_node_lacks_is_refused_with_what_to_type(
     bucket: Bucket, packages: list[Package], tmp_path: Path, node: Node
 ) -> None:
     known = store(bucket, packages, tmp_path).manifest
-    manifest = Manifest(
-        python="3.7", machine="x86_64", wheels=known.wheels, installer=known.installer
-    )
+    manifest = dataclasses.replace(known, python="3.7")
     bucket.put(key_of(manifest.digest), manifest.to_json(), "test")
     node.boot(manifest.digest)
     error = report(bucket)["error"]
@@ -227,55 +225,65 @@ def test_python_that_the_node_lacks_is_refused_with_what_to_type(
 
 
 def test_package_that_exists_nowhere_is_refused_before_anything_starts(
-    bucket: Bucket, packages: list[Package], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, packages: list[Package], tmp_path: Path
 ) -> None:
-    # No request leaves this machine: the only index is an empty folder.
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    site = tmp_path / "system"
-    info = add_package(site, "gamma_private", "3.1", INSTALLER="debian\n")
-    (info / "RECORD").unlink()
-    missing = read_packages([str(site)])
-    with pytest.raises(MissingWheelsError) as caught:
+    missing = [
+        Package(name="gamma-private", version="3.1"),
+        Package(name="moved", version="1", project=tmp_path / "nowhere"),
+        Package(name="other", version="2"),
+    ]
+    with pytest.raises(MissingWheelsError, match=r"moved 1: .*nowhere does not exist any more"):
         store(bucket, [*packages, *missing], tmp_path)
+    with pytest.raises(MissingWheelsError) as caught:
+        store(bucket, [*packages, missing[0], missing[2]], tmp_path)
     text = str(caught.value)
-    for part in ("gamma-private 3.1", "installed by debian", "exclude: [gamma-private]",
+    for part in ("2 packages", "gamma-private 3.1", "other 2", "exclude: [gamma-private, other]",
                  "wheels: FOLDER", "gamma_private-3.1-...whl", "Nothing was started"):  # fmt: skip
         assert part in text, text
-    kept = store(bucket, [*packages, *missing], tmp_path, exclude=["gamma_*"])
+    kept = store(bucket, [*packages, missing[0]], tmp_path, exclude=["gamma_*"])
     assert "gamma-private" not in {one.name for one in kept.manifest.wheels}
+    # A wheel in the folder of image.environment.wheels is enough.
+    write_wheel(tmp_path / "own", "gamma_private", "3.1")
+    found = store(bucket, [*packages, missing[0]], tmp_path, wheels=tmp_path / "own")
+    assert "gamma-private" in {one.name for one in found.manifest.wheels}
 
 
-def test_package_for_another_platform_is_downloaded_for_the_nodes(
-    bucket: Bucket, packages: list[Package], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_wheel_is_downloaded_for_the_nodes_or_built_from_the_sources_of_an_index(
+    bucket: Bucket, packages: list[Package], index: Path, tmp_path: Path
 ) -> None:
     here = "{}{}".format(*sys.version_info[:2])
     tag = f"cp{here}-cp{here}-manylinux_2_28_x86_64"
-    write_wheel(tmp_path / "index", "delta", "4.0", tag)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    site = tmp_path / "mac"
-    info = add_package(site, "delta", "4.0")
-    (info / "WHEEL").write_text(WHEEL.replace("py3-none-any", "cp311-cp311-macosx_14_0_arm64"))
-    found = store(bucket, read_packages([str(site)]), tmp_path).manifest
-    assert [one.file for one in found.wheels] == [f"delta-4.0-{tag}.whl"]
+    write_wheel(index, "delta", "4.0", f"cp{here}-cp{here}-win_amd64")
+    write_wheel(index, "delta", "4.0", tag)
+    with tarfile.open(index / "beta-2.0.tar.gz", "w:gz") as archive:
+        archive.add(packages[1].project or "", arcname="beta-2.0")
+    from_index = [Package(name="delta", version="4.0"), Package(name="beta", version="2.0")]
+    found = store(bucket, from_index, tmp_path).manifest
+    assert [one.file for one in found.wheels] == [
+        "beta-2.0-py3-none-any.whl",
+        f"delta-4.0-{tag}.whl",
+    ]
 
 
 def test_nodes_with_gpus_get_the_cuda_build_with_its_libraries(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index = tmp_path / "whl"
-    monkeypatch.setattr(torch_builds, "INDEX", index.as_uri())
-    for name, version, needs in (("torch", "2.9.1+cu128", ["nvidia_lib"]), ("nvidia_lib", "1", [])):
-        folder = index / "cu128" / name.replace("_", "-")
+    builds = tmp_path / "whl"
+    monkeypatch.setattr(torch_builds, "INDEX", builds.as_uri())
+    for label, name, version, needs in (
+        ("cu128", "torch", "2.9.1+cu128", ["nvidia_lib"]),
+        ("cu128", "nvidia_lib", "1", []),
+        ("cpu", "torch", "2.9.1+cpu", []),
+    ):
+        folder = builds / label / name.replace("_", "-")
         write_wheel(folder, name, version, "py3-none-any", *needs)
         file = f"{name}-{version}-py3-none-any.whl"
         (folder / "index.html").write_text(f'<a href="{file}">{file}</a>')
-    site = tmp_path / "cpu"
-    add_package(site, "torch", "2.9.1+cpu")
-    (site / "torch").mkdir()
-    (site / "torch" / "version.py").write_text("cuda: Optional[str] = None\n")
-    torch = read_packages([str(site)])
+    torch = [Package(name="torch", version="2.9.1+cpu")]
+    # Only find-links is off the network; with no index, pip would ignore PyTorch's, too.
+    monkeypatch.setenv("PIP_NO_INDEX", "0")
+    monkeypatch.setenv("PIP_INDEX_URL", (builds / "none").as_uri())
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", (builds / "none").as_uri())
 
     on_cpus = store(bucket, torch, tmp_path).manifest
     assert [one.version for one in on_cpus.wheels] == ["2.9.1+cpu"]
@@ -285,7 +293,7 @@ def test_nodes_with_gpus_get_the_cuda_build_with_its_libraries(
         ("torch", "2.9.1+cu128"),
     ]
     # The second start downloads nothing.
-    shutil.rmtree(index)
+    shutil.rmtree(builds)
     assert store(bucket, torch, tmp_path, capabilities=[(8, 6)]).manifest == on_gpus
 
 
@@ -304,7 +312,7 @@ def test_interrupted_start_is_finished_by_the_next_one(
         with pytest.raises(StoreError, match="the connection was lost"):
             store(bucket, packages, tmp_path)
     prepared = store(bucket, packages, tmp_path)
-    assert prepared.num_uploaded == 1 + num_installers()
+    assert prepared.num_uploaded <= 3
     # A lifecycle rule of the bucket may remove a wheel.
     [alpha] = [one for one in prepared.manifest.wheels if one.name == "alpha"]
     bucket.delete(alpha.key, "test")

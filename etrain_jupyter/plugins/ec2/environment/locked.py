@@ -55,7 +55,7 @@ def read_lock(path: Path, packages: Iterable[Package]) -> tuple[Lock | None, str
         return None, f"{path} is not used: it cannot be read ({exc})"
     for package in packages:
         known = versions.get(package.name, set()) - {""}
-        if known and package.origin != "editable" and package.version not in known:
+        if known and package.project is None and package.version not in known:
             return None, (
                 f"{path} is not used: {package} is installed, the lock has "
                 f"{' and '.join(sorted(known))}. `uv sync` would change the environment"

@@ -40,12 +40,12 @@ class Manifest:
     """One environment."""
 
     python: str
-    """Minor version, such as ``3.11``."""
+    """The kernel's version, such as ``3.11.7``; nodes may have another patch version."""
     machine: str
     wheels: tuple[Wheel, ...]
     """Sorted by name."""
-    installer: Wheel | None
-    """The wheel of uv, or that of pip; None if neither is available here."""
+    installer: Wheel
+    """The wheel of uv."""
 
     def to_json(self) -> bytes:
         """Return the object's bytes."""

@@ -1,28 +1,25 @@
-"""List the packages that are installed here, with their origin and identity."""
+"""List the packages of the kernel's environment with ``uv pip list`` and ``uv pip freeze``."""
 
 from __future__ import annotations
 
 import fnmatch
-import hashlib
-import importlib.metadata
 import json
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import Distribution
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import url2pathname
 
 from packaging.utils import canonicalize_name
 
 import etrain_jupyter
+from etrain_jupyter.errors import PoolError
 
 ETRAIN = "etrain-jupyter"
-
-Origin = Literal["index", "editable", "folder", "url", "conda", "unknown"]
-"""Origin of a package; an ``unknown`` one has no record of its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,94 +29,75 @@ class Package:
     name: str
     """Normalized name."""
     version: str
-    origin: Origin
-    source: str = ""
-    """Where it came from, for messages: an installer, or a URL without credentials."""
+    url: str = ""
+    """Where it was installed from, if not from a package index."""
     project: Path | None = None
-    """Folder of the sources of an editable package."""
-    tags: tuple[str, ...] = ()
-    """Tags of the wheel that it was installed from, such as ``py3-none-any``."""
-    identity: str = ""
-    """Digest of the list of its files; empty if unknown or if the files may change."""
-    distribution: Distribution | None = field(default=None, compare=False, repr=False)
+    """Folder, archive or wheel on this machine that it was installed from."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
 
     @property
     def requirement(self) -> str:
-        """The exact version, as pip writes it."""
-        return f"{self.name}=={self.version}"
+        """The exact version, or the URL, as pip writes it."""
+        return f"{self.name} @ {self.url}" if self.url else f"{self.name}=={self.version}"
 
 
-def read_packages(paths: Sequence[str] | None = None) -> list[Package]:
-    """Return all packages on ``sys.path``, or on these paths, by name.
+def read_packages(python: str = sys.executable) -> list[Package]:
+    """Return the packages of an interpreter's environment, by name.
 
-    If several versions of a package are installed, Python imports the first one, which is listed.
+    Raises:
+        PoolError: If uv is not installed, or cannot read the environment.
     """
-    found: dict[str, Package] = {}
-    many = (
-        importlib.metadata.distributions()
-        if paths is None
-        else importlib.metadata.distributions(path=list(paths))
-    )
-    for distribution in many:
-        # Broken installations leave folders without metadata.
-        name = distribution.metadata["Name"] if distribution.metadata else None
-        if name and canonicalize_name(name) not in found:
-            found[canonicalize_name(name)] = describe(distribution)
-    return [found[name] for name in sorted(found)]
+    listed = json.loads(run_uv("pip", "list", "--format", "json", "--python", python))
+    frozen = run_uv("pip", "freeze", "--exclude-editable", "--python", python)
+    urls = dict(re.findall(r"^(\S+) @ (\S+)$", frozen, re.MULTILINE))
+    found = []
+    for one in listed:
+        name, url = canonicalize_name(one["name"]), urls.get(one["name"], "")
+        folder = one.get("editable_project_location")
+        if url.startswith("file:"):
+            folder = url2pathname(urlsplit(url).path)
+        checkout = Path(etrain_jupyter.__file__).parents[1]
+        if name == ETRAIN and (checkout / "pyproject.toml").exists():
+            folder = checkout  # the code that runs here, even if another checkout is installed
+        project = Path(folder) if folder else None
+        found.append(Package(name=name, version=one["version"], url=url, project=project))
+    return sorted(found, key=lambda one: one.name)
 
 
-def describe(distribution: Distribution) -> Package:
-    """Describe one installed package."""
-    name = canonicalize_name(distribution.metadata["Name"])
-    record = distribution.read_text("RECORD")
-    installer = (distribution.read_text("INSTALLER") or "").strip()
-    wheel = distribution.read_text("WHEEL") or ""
-    tags = tuple(re.findall(r"^Tag: *(\S+)", wheel, re.MULTILINE))
-    origin, source, project = _origin_of(distribution, installer, has_record=record is not None)
-    if name == ETRAIN:
-        # The code that runs here is sent, even if another checkout is first on sys.path.
-        project, origin = Path(etrain_jupyter.__file__).parents[1], "editable"
-    is_fixed = record is not None and origin != "editable"
-    return Package(
-        name=name,
-        version=distribution.version,
-        origin=origin,
-        source=source,
-        project=project,
-        tags=tags,
-        identity=hashlib.sha256((record or "").encode()).hexdigest() if is_fixed else "",
-        distribution=distribution,
-    )
+def run_uv(*arguments: str) -> str:
+    """Return the output of a command of uv.
+
+    Raises:
+        PoolError: If uv is not installed, or the command fails.
+    """
+    command = [find_uv(), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PoolError(
+            f"`uv {' '.join(arguments)}` failed: {done.stderr.strip()}. Nothing was started. To "
+            "use an interpreter of the image instead, set image.python."
+        )
+    return done.stdout
 
 
-def _origin_of(
-    distribution: Distribution, installer: str, *, has_record: bool
-) -> tuple[Origin, str, Path | None]:
-    try:
-        direct = json.loads(distribution.read_text("direct_url.json") or "{}")
-    except ValueError:
-        direct = {}
-    url = str(direct.get("url", ""))
-    if url:
-        shown = without_credentials(url)
-        folder = Path(url2pathname(urlsplit(url).path)) if url.startswith("file:") else None
-        if direct.get("dir_info", {}).get("editable"):
-            return "editable", shown, folder
-        if "dir_info" in direct:
-            return ("folder" if has_record else "editable"), shown, folder
-        return "url", shown, None
-    # `setup.py develop` leaves an .egg-info in the sources.
-    place = Path(str(distribution.locate_file("")))
-    if not has_record and any((place / one).exists() for one in ("pyproject.toml", "setup.py")):
-        return "editable", place.as_uri(), place
-    if installer == "conda":
-        return "conda", "conda", None
-    if not has_record:
-        return "unknown", f"{place}" + (f", installed by {installer}" if installer else ""), None
-    return "index", f"installed by {installer}" if installer else str(place), None
+def find_uv() -> str:
+    """Return the path of uv.
+
+    Raises:
+        PoolError: If it is not installed.
+    """
+    # The package's program is not on PATH if the environment is not activated.
+    installed = Path(sys.executable).parent / "uv"
+    found = str(installed) if installed.exists() else shutil.which("uv")
+    if not found:
+        raise PoolError(
+            "uv is not installed here, and the nodes get this kernel's environment with it. "
+            "Nothing was started. Run %pip install uv, or set image.python to use an interpreter "
+            "of the image instead."
+        )
+    return found
 
 
 def without_credentials(url: str) -> str:

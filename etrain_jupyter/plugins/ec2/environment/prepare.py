@@ -5,53 +5,49 @@
     this machine                                    bucket
     list packages, choose the build of torch
     for each package that is not stored yet:
-      make or download its wheel  --------------->  environments/wheels/SHA256/FILE
+      build or download its wheel --------------->  environments/wheels/SHA256/FILE
     manifest: names and digests   --------------->  environments/SHA256.json
                                                       ^ the user-data names it; nodes verify it
 
-A wheel is packed and uploaded once: the second start of a cluster reads a list of the bucket only.
+A wheel is downloaded and uploaded once: the second start of a cluster builds the wheels of local
+projects, and otherwise reads a list of the bucket only.
 """
 
 from __future__ import annotations
 
-import hashlib
+import importlib.util
 import json
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from packaging.utils import parse_wheel_filename
+from packaging.version import Version
 
 from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.plugins.ec2.environment.locked import find_lock
 from etrain_jupyter.plugins.ec2.environment.manifest import WHEELS, Manifest, Wheel, key_of
-from etrain_jupyter.plugins.ec2.environment.packages import Package, read_packages, without
+from etrain_jupyter.plugins.ec2.environment.packages import Package, read_packages, run_uv, without
 from etrain_jupyter.plugins.ec2.environment.sources import (
     Missing,
     MissingWheelsError,
+    NoWheelError,
     Sources,
-    find_uv,
 )
 from etrain_jupyter.plugins.ec2.environment.torch_builds import choose_build, installed_cuda
-from etrain_jupyter.plugins.ec2.environment.wheels import (
-    Platform,
-    UnpackableError,
-    digest_of,
-    pack_program,
-)
+from etrain_jupyter.plugins.ec2.environment.wheels import Platform, digest_of
 from etrain_jupyter.process.files import write_private
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
 
 INDEX_FILE = "wheels.json"
 """Wheels that this machine has stored, by package, in the state folder."""
 NUM_THREADS = 4
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +70,6 @@ class Prepared:
     num_uploaded: int
     uploaded_bytes: int
     seconds: float
-    phases: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of listing the packages, packing and uploading."""
 
     @property
     def digest(self) -> str:
@@ -110,42 +104,39 @@ def prepare(
     sources, notes = _sources_of(chosen, needs)
     for note in notes:
         say(f"etrain: {note}")
-    listed = time.monotonic()
     stored = set(bucket.keys(WHEELS, "the stored wheels cannot be listed"))
     store = _WheelStore(bucket, sources, cache, stored, say)
+    # Nodes install with uv, also if it belongs to no environment here, as a program of its own.
+    has_uv = any(one.name == "uv" for one in chosen)
+    uv = Package(name="uv", version=run_uv("--version").split()[1])
     with tempfile.TemporaryDirectory(prefix="etrain-wheels-") as folder:
-        wheels = store.find_all(chosen, Path(folder))
-        installer = store.find_installer(chosen, wheels, Path(folder))
+        wheels = store.find_all([*chosen, *([] if has_uv else [uv])], Path(folder))
+    installer = wheels["uv"]
     manifest = Manifest(
-        python="{}.{}".format(*sources.platform.python),
+        python=platform.python_version(),
         machine=sources.platform.machine,
-        wheels=tuple(sorted(wheels, key=lambda one: one.name)),
+        wheels=tuple(wheels[name] for name in sorted(wheels) if has_uv or name != "uv"),
         installer=installer,
     )
     # The key is the digest, so an existing object has the same content.
     bucket.put_if_absent(
         key_of(manifest.digest), manifest.to_json(), "the manifest cannot be stored"
     )
-    ended = time.monotonic()
     return Prepared(
         manifest=manifest,
         num_uploaded=store.num_uploaded,
         uploaded_bytes=store.uploaded_bytes,
-        seconds=ended - started,
-        phases={"list": listed - started, "pack and upload": ended - listed},
+        seconds=time.monotonic() - started,
     )
 
 
 def _sources_of(packages: Sequence[Package], needs: NodeNeeds) -> tuple[Sources, list[str]]:
     """Return the sources of wheels, and remarks for the user."""
     notes = []
-    node = Platform(python=sys.version_info[:2], machine=needs.machine)
-    is_linux = sys.platform == "linux"
-    here = Platform(python=sys.version_info[:2], machine=platform.machine()) if is_linux else None
     torch = next((one for one in packages if one.name == "torch"), None)
     build = None
-    if torch is not None and torch.distribution is not None:
-        installed = installed_cuda(Path(str(torch.distribution.locate_file("torch"))))
+    if torch is not None:
+        installed = _cuda_of(torch)
         build = choose_build(torch.version, installed, needs.capabilities)
         if build is not None:
             kind = f"for CUDA {installed}" if installed else "for CPUs"
@@ -162,11 +153,20 @@ def _sources_of(packages: Sequence[Package], needs: NodeNeeds) -> tuple[Sources,
     lock, why_not = find_lock(Path.cwd(), packages)
     if why_not:
         notes.append(why_not)
-    return Sources(platform=node, build=build, folder=folder, lock=lock, here=here), notes
+    node = Platform(python=sys.version_info[:2], machine=needs.machine)
+    return Sources(platform=node, build=build, folder=folder, lock=lock), notes
+
+
+def _cuda_of(torch: Package) -> str:
+    """Return the CUDA version of the installed torch, such as ``12.8``; empty for a CPU build."""
+    if label := Version(torch.version).local:
+        return f"{label[2:-1]}.{label[-1]}" if label.startswith("cu") else ""
+    found = importlib.util.find_spec("torch")
+    return installed_cuda(Path(found.origin).parent) if found and found.origin else ""
 
 
 class _WheelStore:
-    """Makes and uploads the wheels that the bucket lacks."""
+    """Finds the wheels that the bucket lacks, and uploads them."""
 
     def __init__(
         self,
@@ -185,91 +185,63 @@ class _WheelStore:
         self.num_uploaded = 0
         self.uploaded_bytes = 0
 
-    def find_all(self, packages: Sequence[Package], folder: Path) -> list[Wheel]:
-        """Return the wheels of all packages, which are then in the bucket."""
+    def find_all(self, packages: Sequence[Package], folder: Path) -> dict[str, Wheel]:
+        """Return the wheels of all packages by name, which are then in the bucket."""
         found: dict[str, Wheel] = {}
-        to_make = []
-        for package in packages:
-            known = self._known.get(self._cache_key(package))
-            if known and all(one.key in self._stored for one in known):
-                found |= {one.name: one for one in known}
-            else:
-                to_make.append(package)
-        changing = [one for one in to_make if not one.identity]
-        if len(to_make) > len(changing):
-            self._say(
-                f"etrain: preparing {len(to_make)} of {len(packages)} packages for the nodes; this "
-                "is done once"
-            )
-        missing: list[Missing] = []
         to_download: list[Package] = []
+        missing: list[Missing] = []
 
-        def make(package: Package) -> None:
+        def find(package: Package) -> None:
             try:
-                path = self._sources.find(package, folder)
-            except UnpackableError as exc:
+                path = self._sources.find_here(package, folder)
+            except NoWheelError as exc:
                 missing.append(Missing(package=package, reason=str(exc)))
                 return
-            if path is None:
-                to_download.append(package)
+            known = self._known.get(self._cache_key(package))
+            if path is not None:
+                found[package.name] = self._store(path)
+            elif known and all(one.key in self._stored for one in known):
+                for one in known:
+                    found.setdefault(one.name, one)
             else:
-                found[package.name] = self._remember(package, self._store(path))
+                to_download.append(package)
 
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="etrain-wheels") as pool:
-            # Start with the largest: torch takes longer than all others together.
-            for _ in pool.map(make, sorted(to_make, key=_weight, reverse=True)):
-                pass
-        if missing:
-            raise MissingWheelsError(sorted(missing, key=lambda one: one.package.name))
-        for wheel in self._download(sorted(to_download, key=lambda one: one.name), folder):
-            # The build of torch for the nodes needs packages that this one does not need.
-            found.setdefault(wheel.name, wheel)
+            list(pool.map(find, packages))
+            if missing:
+                raise MissingWheelsError(sorted(missing, key=lambda one: one.package.name))
+            if to_download:
+                self._say(
+                    f"etrain: downloading {len(to_download)} of {len(packages)} packages for "
+                    f"{self._sources.platform}; this is done once"
+                )
+                self._download(sorted(to_download, key=lambda one: one.name), folder, found, pool)
         self._write_index()
-        return list(found.values())
+        return found
 
-    def find_installer(
-        self, packages: Sequence[Package], wheels: Sequence[Wheel], folder: Path
-    ) -> Wheel | None:
-        """Return the wheel of uv, or else that of pip."""
-        by_name = {one.name: one for one in wheels}
-        if "uv" in by_name:
-            return by_name["uv"]
-        # Environments that uv has made contain neither uv nor pip.
-        program = find_uv()
-        if not program or self._sources.here != self._sources.platform:
-            return by_name.get("pip")
-        stat = Path(program).stat()
-        key = f"{program} {stat.st_size} {stat.st_mtime_ns}"
-        known = self._known.get(key)
-        if known is None or known[0].key not in self._stored:
-            path = pack_program("uv", Path(program), self._sources.platform, folder)
-            self._known[key] = known = [self._store(path)]
-            self._write_index()
-        return known[0]
-
-    def _download(self, packages: Sequence[Package], folder: Path) -> list[Wheel]:
-        if not packages:
-            return []
-        self._say(f"etrain: downloading {len(packages)} packages for {self._sources.platform}")
+    def _download(
+        self,
+        packages: Sequence[Package],
+        folder: Path,
+        found: dict[str, Wheel],
+        pool: ThreadPoolExecutor,
+    ) -> None:
         replaced = [one for one in packages if self._sources.is_replaced(one)]
         others = [one for one in packages if not self._sources.is_replaced(one)]
         # A build comes with the CUDA libraries that it needs.
-        build = [self._store(path) for path in self._sources.download_build(replaced, folder)]
+        build = list(pool.map(self._store, self._sources.download_build(replaced, folder)))
         for package in replaced:
-            self._remember(package, *build)
-        wheels = [self._store(path) for path in self._sources.download(others, folder)]
-        by_name = {one.name: one for one in wheels}
-        for package in others:
-            self._remember(package, by_name[package.name])
-        return [*wheels, *build]
-
-    def _remember(self, package: Package, *wheels: Wheel) -> Wheel:
-        if package.identity:
-            self._known[self._cache_key(package)] = wheels
-        return wheels[0]
+            self._known[self._cache_key(package)] = build
+        paths = self._sources.download(others, folder)
+        wheels = pool.map(self._store, [paths[one.name] for one in others])
+        for package, wheel in zip(others, wheels, strict=True):
+            self._known[self._cache_key(package)] = [wheel]
+            found[package.name] = wheel
+        for wheel in build:
+            found.setdefault(wheel.name, wheel)
 
     def _store(self, path: Path) -> Wheel:
-        """Upload a wheel, unless it is stored; remove the file if we have made it."""
+        """Upload a wheel, unless it is stored."""
         size = path.stat().st_size
         name, version, _, _ = parse_wheel_filename(path.name)
         wheel = Wheel(
@@ -286,24 +258,12 @@ class _WheelStore:
             self._stored.add(wheel.key)
             self.num_uploaded += 1
             self.uploaded_bytes += size
-        if path.parent != self._sources.folder:
-            path.unlink(missing_ok=True)
         return wheel
 
     def _cache_key(self, package: Package) -> str:
-        """Return what determines the content of a package's wheel; empty if that may change."""
-        if not package.identity:
-            return ""
-        parts = (
-            str(package),
-            package.identity,
-            str(self._sources.platform),
-            self._sources.build.label
-            if self._sources.build and self._sources.is_replaced(package)
-            else "",
-            str(self._sources.folder or ""),
-        )
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        """Return what determines a downloaded wheel."""
+        build = self._sources.build if self._sources.is_replaced(package) else None
+        return f"{package.requirement} for {self._sources.platform} {build.label if build else ''}"
 
     def _write_index(self) -> None:
         self._cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -316,9 +276,4 @@ def _read_index(path: Path) -> dict[str, Sequence[Wheel]]:
         known: dict[str, list[dict[str, Any]]] = json.loads(path.read_text(encoding="utf-8"))
         return {key: [Wheel(**one) for one in wheels] for key, wheels in known.items()}
     except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # missing, or written by another version: the wheels are packed again
-
-
-def _weight(package: Package) -> int:
-    files = package.distribution.files if package.distribution is not None else None
-    return sum(one.size or 0 for one in files or ())
+        return {}  # missing, or written by another version: the wheels are downloaded again

@@ -1,19 +1,19 @@
-"""Get the wheel of each package: from a folder, from the installed files, by a build or a download.
+"""Get the wheel of each package: from a folder, from its sources, or from a package index.
 
-The first source that has the wheel is used::
+The first place that has the package is used::
 
     image.environment.wheels      a folder of wheels, for packages that exist nowhere else
-    sources of an editable one    built with `uv build` or `pip wheel`
-    the installed files           if they run on the nodes' platform
-    a package index               `pip download` of the same version, with pip's own settings
+    a project of this machine     built with `uv build`, unless it is a wheel
+    a package index, or a URL     `pip download` of the same version, with pip's own settings;
+                                  sources are then built with `uv build`
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,22 +21,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packaging.utils import InvalidSdistFilename, canonicalize_name, parse_sdist_filename
+from packaging.version import Version
+
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.plugins.ec2.environment.locked import Lock
-from etrain_jupyter.plugins.ec2.environment.packages import ETRAIN, Package
+from etrain_jupyter.plugins.ec2.environment.packages import Package, find_uv, without_credentials
 from etrain_jupyter.plugins.ec2.environment.torch_builds import TOGETHER, TorchBuild
-from etrain_jupyter.plugins.ec2.environment.wheels import (
-    Platform,
-    UnpackableError,
-    choose_wheel,
-    pack_installed,
-    pack_package,
-    repacked,
-)
+from etrain_jupyter.plugins.ec2.environment.wheels import Platform, choose_wheel
 
 BUILD_S = 1800.0
-DATE = "1577836800"
-"""SOURCE_DATE_EPOCH of builds: 2020-01-01."""
+VARIABLES = {"SOURCE_DATE_EPOCH": "1577836800", "ETRAIN_LABEXTENSION": "skip"}
+"""Variables of builds: a constant date, so that the same sources give the same bytes, and no front
+end, which a node does not need."""
+NOT_FOUND = re.compile(r"(?:the requirement|Cannot install) ([\w.-]+)")
+"""Errors of pip about a package that no index has; the second one if the user has constraints."""
+
+
+class NoWheelError(PoolError):
+    """A package has no wheel for the nodes; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class Missing:
     reason: str
 
     def __str__(self) -> str:
-        source = f" ({self.package.source})" if self.package.source else ""
+        source = f" ({without_credentials(self.package.url)})" if self.package.url else ""
         return f"{self.package}{source}: {self.reason}"
 
 
@@ -79,56 +82,56 @@ class Sources:
     folder: Path | None = None
     """Folder with wheels."""
     lock: Lock | None = None
-    here: Platform | None = None
-    """The platform of this machine; None if its compiled files never run on a node."""
     variables: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
-    def find(self, package: Package, target: Path) -> Path | None:
-        """Return the wheel of a package; None if it must be downloaded.
+    def find_here(self, package: Package, target: Path) -> Path | None:
+        """Return the wheel of a package from this machine; None if it must be downloaded.
 
         Raises:
-            UnpackableError: If a build fails.
+            NoWheelError: If its sources are gone, or their build fails.
         """
         if self.is_replaced(package):
             return None
-        if (known := self._in_folder(package)) is not None:
+        if (known := self._chosen(package, self.folder)) is not None:
             return known
-        if package.name == ETRAIN:
-            assert package.project is not None
-            assert package.distribution is not None
-            return pack_package(package.distribution, package.project / "etrain_jupyter", target)
-        if package.origin == "editable":
-            return build_wheel(package, target, self.variables)
-        if package.distribution is None or not self._runs_there(package):
+        if package.project is None:
             return None
-        try:
-            return pack_installed(package.distribution, target)
-        except UnpackableError:
-            return None
+        return self._build(package.project, target)
 
     def is_replaced(self, package: Package) -> bool:
         """Return whether the nodes get another build of a package."""
         return self.build is not None and package.name in TOGETHER
 
-    def download(self, packages: Sequence[Package], target: Path) -> list[Path]:
-        """Download the wheels of these versions from package indexes.
+    def download(self, packages: Sequence[Package], target: Path) -> dict[str, Path]:
+        """Download these packages, and build those of which only sources exist; by name.
 
         Raises:
-            MissingWheelsError: If an index does not have some of them.
+            MissingWheelsError: If some of them have neither a wheel nor sources.
+            PoolError: If a package index cannot be used.
         """
-        if packages and (error := self._run_pip(packages, target)):
-            # pip stops at the first package. Find all that are missing, for the message.
-            each = [(one, self._run_pip([one], target)) for one in packages]
-            missing = [Missing(package=one, reason=reason) for one, reason in each if reason]
-            raise MissingWheelsError(missing or [Missing(package=packages[0], reason=error)])
-        found = []
+        wanted, found, missing = list(packages), dict[str, Path](), list[Missing]()
+        while wanted and (error := self._run_pip(wanted, target)):
+            # pip stops at the first package that is missing. Find all of them, for the message.
+            name = NOT_FOUND.search(error)
+            lost = [one for one in wanted if name and one.name == canonicalize_name(name[1])]
+            if not lost:
+                raise PoolError(
+                    f"the packages of this kernel's environment cannot be downloaded: {error}. "
+                    "Nothing was started. Retry, or set image.python to use an interpreter of the "
+                    "image instead."
+                )
+            wanted.remove(lost[0])
+            if not self._download_labelled(lost[0], target):
+                missing.append(Missing(package=lost[0], reason=error))
         for package in packages:
-            names = [path.name for path in target.glob("*.whl")]
-            wheel = choose_wheel(names, package.name, package.version, self.platform)
-            if wheel is None:
-                reason = f"pip downloaded no wheel for {self.platform}"
-                raise MissingWheelsError([Missing(package=package, reason=reason)])
-            found.append(target / wheel)
+            if any(one.package is package for one in missing):
+                continue
+            try:
+                found[package.name] = self._downloaded(package, target)
+            except NoWheelError as exc:
+                missing.append(Missing(package=package, reason=str(exc)))
+        if missing:
+            raise MissingWheelsError(missing)
         return found
 
     def download_build(self, packages: Sequence[Package], target: Path) -> list[Path]:
@@ -141,109 +144,102 @@ class Sources:
             return []
         folder = Path(tempfile.mkdtemp(dir=target))
         wanted = [f"{one.name}=={self.build.version(one.version)}" for one in packages]
-        error = self._pip(["--index-url", self.build.index, *wanted], folder, needs=True)
-        if error:
+        index = ["--only-binary", ":all:", "--index-url", self.build.index]
+        if error := self._pip([*index, *wanted], folder):
             reason = f"the build {self.build.label} for the GPUs of the pool: {error}"
             raise MissingWheelsError([Missing(package=one, reason=reason) for one in packages])
         return sorted(folder.glob("*.whl"))
 
+    def _download_labelled(self, package: Package, target: Path) -> bool:
+        """Download the build of torch that is installed here from PyTorch's own index."""
+        label = Version(package.version).local
+        if package.name not in TOGETHER or not label:
+            return False
+        index = ["--no-deps", "--extra-index-url", TorchBuild(label=label).index]
+        return not self._pip([*index, package.requirement], target)
+
+    def _downloaded(self, package: Package, target: Path) -> Path:
+        if (wheel := self._chosen(package, target)) is not None:
+            return wheel
+        for file in sorted(target.iterdir()):
+            try:
+                name, _ = parse_sdist_filename(file.name)
+            except InvalidSdistFilename:
+                continue
+            if name == package.name:
+                return self._build(file, target)
+        raise NoWheelError(
+            f"there is neither a wheel for {self.platform} nor an archive of sources"
+        )
+
+    def _chosen(self, package: Package, folder: Path | None) -> Path | None:
+        """Return the wheel of a package in a folder that fits the nodes best."""
+        if folder is None:
+            return None
+        names = [path.name for path in folder.glob("*.whl")]
+        name = choose_wheel(names, package.name, package.version, self.platform)
+        return folder / name if name is not None else None
+
+    def _build(self, source: Path, target: Path) -> Path:
+        """Build the wheel of a project or of an archive of sources; return its path."""
+        if not source.exists():
+            raise NoWheelError(f"{source} does not exist any more")
+        if source.suffix == ".whl":
+            return self._checked(source)
+        folder = Path(tempfile.mkdtemp(dir=target))
+        build = [find_uv(), "build", "--quiet", "--wheel", "--python", sys.executable]
+        build += ["--out-dir", str(folder), str(source)]
+        wheel = ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(source)]
+        # In isolation; then with the tools that are installed here, for machines without an index;
+        # then with the settings of pip, which uv does not read.
+        errors = []
+        for command in (build, [*build, "--no-build-isolation"], [*find_pip(), *wheel]):
+            error = _error_of(command, {**self.variables, **VARIABLES})
+            if not error and (made := sorted(folder.glob("*.whl"))):
+                return self._checked(made[0])
+            errors.append(error)
+        raise NoWheelError(f"the wheel of {source} cannot be built: {errors[0]}")
+
+    def _checked(self, wheel: Path) -> Path:
+        if not self.platform.accepts(["-".join(wheel.stem.split("-")[-3:])]):
+            raise NoWheelError(f"its wheel {wheel.name} is not for {self.platform}")
+        return wheel
+
     def _run_pip(self, packages: Sequence[Package], target: Path) -> str:
+        """Download wheels or sources of packages; return pip's error."""
         lines = []
         for package in packages:
             digests = self.lock.digests.get(package.name, ()) if self.lock else ()
             hashes = "".join(f" --hash=sha256:{one}" for one in sorted(digests))
-            lines.append(package.requirement + hashes)
+            lines.append(package.requirement + ("" if package.url else hashes))
         # With --hash in one line, pip requires it in all lines of the file.
         hashed = [one for one in lines if "--hash" in one]
         for number, group in enumerate((hashed, [one for one in lines if one not in hashed])):
             if group:
                 file = target / f"requirements-{number}.txt"
                 file.write_text("\n".join(group))
-                if error := self._pip(["-r", str(file)], target, needs=False):
+                if error := self._pip(["--no-deps", "-r", str(file)], target):
                     return error
         return ""
 
-    def _pip(self, arguments: Sequence[str], target: Path, *, needs: bool) -> str:
+    def _pip(self, arguments: Sequence[str], target: Path) -> str:
         """Run ``pip download`` for the nodes' platform; return its error."""
-        pip = find_pip()
-        if not pip:
-            return "neither pip nor uv is installed here, so it cannot be downloaded"
-        major, minor = self.platform.python
         command = [
-            *(*pip, "download", "--quiet", "--disable-pip-version-check", "--no-input"),
-            *("--only-binary", ":all:", "--dest", str(target)),
-            *("--python-version", f"{major}.{minor}"),
+            *(*find_pip(), "download", "--quiet", "--disable-pip-version-check", "--no-input"),
+            # With the patch version: packages exist that require for example 3.11.5.
+            *("--dest", str(target), "--python-version", platform.python_version()),
             *(part for name in self.platform.platforms() for part in ("--platform", name)),
-            *(() if needs else ("--no-deps",)),
             *arguments,
         ]
         return _error_of(command, self.variables)
 
-    def _in_folder(self, package: Package) -> Path | None:
-        if self.folder is None:
-            return None
-        names = [path.name for path in self.folder.glob("*.whl")]
-        name = choose_wheel(names, package.name, package.version, self.platform)
-        return self.folder / name if name is not None else None
-
-    def _runs_there(self, package: Package) -> bool:
-        """Return whether the installed files of a package run on the nodes."""
-        if not self.platform.accepts(package.tags):
-            return False
-        is_pure = all(tag.endswith("-none-any") for tag in package.tags)
-        # conda's libraries are outside of the package.
-        return is_pure or (package.origin != "conda" and self.here == self.platform)
-
-
-def build_wheel(package: Package, target: Path, variables: Mapping[str, str]) -> Path:
-    """Build the wheel of an editable package; return its path.
-
-    Raises:
-        UnpackableError: If the sources are gone, or their build fails.
-    """
-    project = package.project
-    if project is None or not project.is_dir():
-        raise UnpackableError(f"its sources {project} do not exist")
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**variables, "SOURCE_DATE_EPOCH": DATE}
-        errors = []
-        for command in _build_commands(project, Path(folder)):
-            error = _error_of(command, environment)
-            if not error and (made := sorted(Path(folder).glob("*.whl"))):
-                # Builds record their time, which would make each build a new wheel.
-                return repacked(made[0], target)
-            errors.append(error)
-    reason = errors[0] if errors else "neither uv nor pip is installed here"
-    raise UnpackableError(f"the wheel of {project} cannot be built: {reason}")
-
-
-def _build_commands(project: Path, folder: Path) -> list[list[str]]:
-    """Return the commands to try: in isolation, then with the tools that are installed here."""
-    commands = []
-    if uv := find_uv():
-        build = [uv, "build", "--quiet", "--wheel", "--out-dir", str(folder), str(project)]
-        commands += [build, [*build, "--no-build-isolation", "--python", sys.executable]]
-    if importlib.util.find_spec("pip"):
-        pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
-        pip += [str(folder), str(project)]
-        commands += [pip, [*pip, "--no-build-isolation"]]
-    return commands
-
-
-def find_uv() -> str:
-    """Return the path of uv; empty if it is not installed."""
-    # The package's program is not on PATH if the environment is not activated.
-    installed = Path(sys.executable).parent / "uv"
-    return str(installed) if installed.exists() else shutil.which("uv") or ""
-
 
 def find_pip() -> list[str]:
-    """Return the command that runs pip; empty if there is none."""
+    """Return the command that runs pip."""
     if importlib.util.find_spec("pip"):
         return [sys.executable, "-m", "pip"]
     # Environments made by uv have no pip.
-    uv = find_uv()
-    return [uv, "tool", "run", "--quiet", "pip"] if uv else []
+    return [find_uv(), "tool", "run", "--quiet", "--python", sys.executable, "pip"]
 
 
 def _error_of(command: Sequence[str], variables: Mapping[str, str]) -> str:
@@ -263,7 +259,8 @@ def _error_of(command: Sequence[str], variables: Mapping[str, str]) -> str:
     if not done.returncode:
         return ""
     lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith(("ERROR:", "error:"))]
-    reason = (errors or lines or [f"exit code {done.returncode}"])[-1][:300]
+    errors = [line for line in lines if re.match(r"(?i)error: (?!Ignored the following)", line)]
+    reason = [*errors, *lines[-1:], f"exit code {done.returncode}"][0]
+    reason = re.sub(r" \(from versions: .*", "", reason)[:300]  # of a package, hundreds
     # The URLs of private indexes contain passwords.
     return re.sub(r"(https?://)[^/@\s]+@", r"\1", reason)

@@ -268,55 +268,6 @@ def digest_of(path: str) -> str:
     return seen.hexdigest()
 
 
-def find_python(version: str) -> tuple[str, dict[str, str]]:
-    """Return an interpreter of this version on this machine, and the versions that were found."""
-    names = ["python" + version, "python3", "python"]
-    places = [*os.environ.get("PATH", "").split(os.pathsep), *PLACES]
-    candidates = [os.path.join(place, name) for name in names for place in places if place]
-    found: dict[str, str] = {}
-    for path in dict.fromkeys(candidates):
-        if os.access(path, os.X_OK) and not os.path.isdir(path):
-            # venv must exist; Debian's package of the interpreter may lack ensurepip, which is
-            # not needed.
-            code = "import sys, venv; print('.'.join(map(str, sys.version_info[:2])))"
-            done = run([path, "-I", "-c", code])
-            its_version = done.stdout.strip()
-            if its_version == version:
-                return path, found
-            if its_version and its_version not in found:
-                found[its_version] = path
-    return "", found
-
-
-def get_python(version: str, root: str, uv: str) -> tuple[str, str]:
-    """Return an interpreter for the environment, and where it is from.
-
-    Raises:
-        InstallError: If this machine lacks it, and uv cannot download it.
-    """
-    path, found = find_python(version)
-    if path:
-        return path, path
-    why = "uv is not in the environment"
-    if uv:
-        folder = os.path.join(root, "python")
-        done = run([uv, "python", "install", "--quiet", "--install-dir", folder, version])
-        if not done.returncode:
-            listed = run([uv, "python", "find", "--managed-python", version],
-                         UV_PYTHON_INSTALL_DIR=folder)  # fmt: skip
-            if listed.stdout.strip():
-                return listed.stdout.strip(), "uv"
-        why = "uv could not download it: " + last_line(done.stderr)
-    here = ", ".join(f"{one} ({found[one]})" for one in sorted(found)) or "none"
-    raise InstallError(
-        f"this image has no Python {version}, which the notebook has; it has {here}, and "
-        f"{why}. Choose an image with it (image.ami), install it with "
-        f"image.setup, for example [apt-get install -y python{version}], together with "
-        "image.environment: kernel, or give the nodes a route to the internet "
-        "(network.public_ip: true)"
-    )
-
-
 def unpack_uv(wheel: str, root: str) -> str:
     """Return the path of uv from its wheel."""
     target = os.path.join(root, "uv-" + os.path.basename(os.path.dirname(wheel))[:16], "uv")
@@ -331,44 +282,41 @@ def unpack_uv(wheel: str, root: str) -> str:
     return target
 
 
-def make_environment(python: str, folder: str, uv: str) -> None:
-    """Create an empty environment."""
+def make_environment(version: str, root: str, folder: str, uv: str) -> str:
+    """Create an empty environment; return the interpreter that it is based on.
+
+    Raises:
+        InstallError: If this machine lacks the interpreter, and uv cannot download it.
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    if uv:
-        command = [uv, "venv", "--quiet", "--no-project", "--python", python, folder]
-    else:
-        command = [python, "-I", "-m", "venv", "--without-pip", folder]
-    check(command, "the environment cannot be created")
+    command = [uv, "--no-config", "venv", "--quiet", "--no-project", "--python", version, folder]
+    places = os.pathsep.join([os.environ.get("PATH", ""), *PLACES])
+    done = run(command, PATH=places, UV_PYTHON_INSTALL_DIR=os.path.join(root, "python"))
+    if done.returncode:
+        raise InstallError(
+            f"this image has no Python {version}, which the notebook has, and uv could not "
+            f"download it: {last_line(done.stderr)}. Choose an image with it (image.ami), install "
+            f"it with image.setup, for example [apt-get install -y python{version}], together with "
+            "image.environment: kernel, or give the nodes a route to the internet "
+            "(network.public_ip: true)"
+        )
+    return os.path.realpath(os.path.join(folder, "bin", "python"))
 
 
-def install(wheels: list[str], folder: str, uv: str, pip: str) -> None:
-    """Install wheels into an environment, without an index and without dependencies."""
-    python = os.path.join(folder, "bin", "python")
+def install(wheels: list[str], version: str, folder: str, uv: str) -> None:
+    """Install exactly these wheels into an environment, without an index."""
     requirements = os.path.join(folder, "requirements.txt")
     with open(requirements, "w") as file:
         file.write("\n".join(wheels) + "\n")
-    options = ["--no-deps", "--no-index", "-r", requirements]
-    if uv:
-        # Wheels are verified and on this disk: no index, and no files of a user's configuration.
-        command = [uv, "--no-config", "pip", "install", "--quiet", "--offline", "--python", python]
-        cache = os.path.join(os.path.dirname(os.path.dirname(folder)), "uv-cache")
-        check(command + options, "the wheels cannot be installed", UV_CACHE_DIR=cache)
-    elif pip:
-        command = [python, "-I", pip + "/pip", "install", "--quiet", "--isolated"]
-        flags = ["--disable-pip-version-check", "--no-cache-dir", "--root-user-action=ignore"]
-        check(command + flags + options, "the wheels cannot be installed")
-    else:
-        raise InstallError(
-            "neither uv nor pip is in the notebook's environment. Run %pip install uv there, and "
-            "start the cluster again"
-        )
-
-
-def check(command: list[str], what: str, **variables: str) -> None:
-    """Run a command; raise InstallError if it fails."""
-    done = run(command, **variables)
+    # Wheels are verified and on this disk: no index, and no files of a user's configuration.
+    command = [uv, "--no-config", "pip", "sync", "--quiet", "--offline", "--no-index"]
+    # Packages may require a later patch version of Python than that of this image.
+    command += ["--python-version", version]
+    command += ["--python", os.path.join(folder, "bin", "python"), requirements]
+    cache = os.path.join(os.path.dirname(os.path.dirname(folder)), "uv-cache")
+    done = run(command, UV_CACHE_DIR=cache)
     if done.returncode:
-        raise InstallError(f"{what}: {last_line(done.stderr or done.stdout)}")
+        raise InstallError("the wheels cannot be installed: " + last_line(done.stderr))
 
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
@@ -387,10 +335,10 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a program's output, or its last error."""
+    """Return the last line of a program's output, or its last error with the causes."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.lower().startswith("error")]
-    return (errors or lines or ["no output"])[-1][:500]
+    starts = [at for at, line in enumerate(lines) if line.lower().startswith("error")]
+    return " ".join(lines[starts[-1] if starts else -1 :])[:500] or "no output"
 
 
 def boot(options: argparse.Namespace, reports: Reports, bucket: Bucket) -> None:
@@ -401,7 +349,7 @@ def boot(options: argparse.Namespace, reports: Reports, bucket: Bucket) -> None:
         return
     manifest = read_manifest(bucket, options.manifest)
     wheels, installer = manifest["wheels"], manifest["installer"]
-    wanted = {one["sha256"]: one for one in [*wheels, installer] if one}
+    wanted = {one["sha256"]: one for one in [*wheels, installer]}
     place = os.path.join(options.folder, "wheels")
     # The largest first: torch takes longer than all others together.
     largest = sorted(wanted.values(), key=lambda one: -one["size"])
@@ -413,16 +361,14 @@ def boot(options: argparse.Namespace, reports: Reports, bucket: Bucket) -> None:
     megabytes = sum(size for _, size in got.values()) / 1e6
     old = "" if num_new == len(got) else f", {len(got) - num_new} were on the image"
     reports.done("download", f"{num_new} wheels, {megabytes:.0f} MB{old}")
-    is_uv = bool(installer) and installer["name"] == "uv"
-    uv = unpack_uv(fetched[installer["sha256"]], options.folder) if is_uv else ""
-    pip = fetched[installer["sha256"]] if installer and not is_uv else ""
-    base, source = get_python(manifest["python"], options.folder, uv)
-    make_environment(base, folder, uv)
-    reports.done("environment", f"Python {manifest['python']} from {source}")
-    install([fetched[one["sha256"]] for one in wheels], folder, uv, pip)
+    uv = unpack_uv(fetched[installer["sha256"]], options.folder)
+    minor = ".".join(manifest["python"].split(".")[:2])
+    base = make_environment(minor, options.folder, folder, uv)
+    reports.done("environment", f"Python {minor} from {base}")
+    install([fetched[one["sha256"]] for one in wheels], manifest["python"], folder, uv)
     with open(os.path.join(folder, COMPLETE), "w") as file:
         file.write(options.manifest)
-    reports.done("install", f"{len(wheels)} packages with " + ("uv" if uv else "pip"))
+    reports.done("install", f"{len(wheels)} packages")
 
 
 def main() -> None:

@@ -1,49 +1,47 @@
-"""The list of installed packages, their origins, and the project's lock."""
+"""The list of installed packages, and the project's lock."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 import etrain_jupyter
+from etrain_jupyter.errors import PoolError
 from etrain_jupyter.plugins.ec2.environment.locked import find_lock, read_lock
-from etrain_jupyter.plugins.ec2.environment.packages import Package, read_packages, without
+from etrain_jupyter.plugins.ec2.environment.packages import Package, read_packages, run_uv, without
 
 
 def add(site: Path, name: str, version: str, **files: str) -> None:
     info = site / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    files |= {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
     for file, text in files.items():
         (info / file).write_text(text)
 
 
-def test_packages_have_their_origins_without_credentials(tmp_path: Path) -> None:
-    url = {"url": "https://me:secret@host/b.whl?token=1", "archive_info": {}}
+def test_packages_have_their_urls_and_projects(tmp_path: Path) -> None:
+    run_uv("venv", "--quiet", "--python", sys.executable, str(tmp_path / "env"))
+    python = tmp_path / "env" / "bin" / "python"
+    site = next((tmp_path / "env" / "lib").iterdir()) / "site-packages"
+    url = {"url": "https://host/b.whl", "archive_info": {}}
+    folder = {"url": tmp_path.as_uri(), "dir_info": {}}
     sources = {"url": tmp_path.as_uri(), "dir_info": {"editable": True}}
-    add(tmp_path, "A_b.c", "1", RECORD="A_b.c.py,,\n", INSTALLER="uv\n")
-    add(tmp_path, "b", "2", RECORD="b.py,,\n", **{"direct_url.json": json.dumps(url)})
-    add(tmp_path, "c", "3", RECORD="c.pth,,\n", **{"direct_url.json": json.dumps(sources)})
-    add(tmp_path, "d", "4", INSTALLER="debian\n")
-    add(tmp_path, "e", "5", RECORD="e.py,,\n", INSTALLER="conda\n")
-    found = {one.name: one for one in read_packages([str(tmp_path)])}
-    assert {name: one.origin for name, one in found.items()} == {
-        "a-b-c": "index", "b": "url", "c": "editable", "d": "unknown", "e": "conda"
+    add(site, "A_b.c", "1", RECORD="A_b.c.py,,\n", INSTALLER="uv\n")
+    add(site, "b", "2", RECORD="b.py,,\n", **{"direct_url.json": json.dumps(url)})
+    add(site, "c", "3", RECORD="c.pth,,\n", **{"direct_url.json": json.dumps(sources)})
+    add(site, "d", "4", RECORD="d.py,,\n", **{"direct_url.json": json.dumps(folder)})
+
+    found = {one.name: one for one in read_packages(str(python))}
+
+    assert [str(one) for one in found.values()] == ["a-b-c 1", "b 2", "c 3", "d 4"]
+    assert found["a-b-c"].requirement == "a-b-c==1"
+    assert found["b"].requirement == "b @ https://host/b.whl"
+    assert {one.name: one.project for one in found.values()} == {
+        "a-b-c": None, "b": None, "c": tmp_path, "d": tmp_path
     }  # fmt: skip
-    assert found["b"].source == "https://host/b.whl"
-    assert found["c"].project == tmp_path
-    assert found["d"].source == f"{tmp_path}, installed by debian"
-    # Only what cannot change has an identity.
-    assert {name for name, one in found.items() if not one.identity} == {"c", "d"}
-
-
-def test_first_of_two_versions_is_listed_as_python_imports_it(tmp_path: Path) -> None:
-    for number in ("1", "2"):
-        add(tmp_path / number, "a", number)
-    found = read_packages([str(tmp_path / "2"), str(tmp_path / "1")])
-    assert [str(one) for one in found] == ["a 2"]
 
 
 def test_this_etrain_is_sent_even_if_another_checkout_is_installed() -> None:
@@ -51,8 +49,17 @@ def test_this_etrain_is_sent_even_if_another_checkout_is_installed() -> None:
     assert etrain.project == Path(etrain_jupyter.__file__).parents[1]
 
 
+def test_missing_uv_is_named_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PoolError, match=r"uv is not installed here.*%pip install uv"):
+        read_packages()
+
+
 def test_patterns_exclude_packages() -> None:
-    packages = [Package(name=name, version="1", origin="index") for name in ("a-b", "a-c", "b")]
+    packages = [Package(name=name, version="1") for name in ("a-b", "a-c", "b")]
     assert [one.name for one in without(packages, ["A_*"])] == ["b"]
 
 
@@ -70,8 +77,7 @@ source = { editable = "." }
 
 
 def installed(name: str, version: str) -> Package:
-    origin = "editable" if name == "mine" else "index"
-    return Package(name=name, version=version, origin=origin)  # type: ignore[arg-type]
+    return Package(name=name, version=version, project=Path() if name == "mine" else None)
 
 
 def test_satisfied_lock_is_found_above_the_notebook(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from etrain_jupyter.plugins.ec2.environment.packages import Package, without_cre
 from etrain_jupyter.plugins.ec2.environment.sources import (
     Missing,
     MissingWheelsError,
+    NoWheelError,
+    Sources,
     _error_of,
-    build_wheel,
 )
-from etrain_jupyter.plugins.ec2.environment.wheels import UnpackableError
+from etrain_jupyter.plugins.ec2.environment.wheels import Platform
 
 
 def test_error_of_pip_is_shown_without_the_password_of_an_index() -> None:
@@ -42,7 +43,7 @@ def test_urls_are_shown_without_credentials(url: str, shown: str) -> None:
 
 
 def test_all_missing_packages_are_named_with_what_to_type() -> None:
-    packages = [Package(name=name, version="1.0", origin="url", source="https://host/a")
+    packages = [Package(name=name, version="1.0", url="https://me:x@host/a")
                 for name in ("my-lib", "other")]  # fmt: skip
     error = MissingWheelsError([Missing(package=one, reason="not found") for one in packages])
     for part in ("2 packages", "my-lib 1.0 (https://host/a): not found", "exclude: [my-lib, other]",
@@ -50,7 +51,17 @@ def test_all_missing_packages_are_named_with_what_to_type() -> None:
         assert part in str(error)
 
 
-def test_editable_package_without_its_sources_is_refused(tmp_path: Path) -> None:
-    gone = Package(name="a", version="1", origin="editable", project=tmp_path / "moved")
-    with pytest.raises(UnpackableError, match=r"its sources .*moved do not exist"):
-        build_wheel(gone, tmp_path, {})
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        ("moved", r"moved does not exist any more"),
+        ("a-1-cp311-cp311-win_amd64.whl", r"a-1-cp311-cp311-win_amd64\.whl is not for Linux"),
+    ],
+)
+def test_project_without_a_wheel_for_the_nodes_is_refused(
+    tmp_path: Path, file: str, reason: str
+) -> None:
+    (tmp_path / "a-1-cp311-cp311-win_amd64.whl").touch()
+    sources = Sources(platform=Platform(python=(3, 11)))
+    with pytest.raises(NoWheelError, match=reason):
+        sources.find_here(Package(name="a", version="1", project=tmp_path / file), tmp_path)

@@ -1,4 +1,4 @@
-"""The installer of a node: requests to S3 and the search for an interpreter."""
+"""The installer of a node: requests to S3, and the environment's interpreter."""
 
 from __future__ import annotations
 
@@ -68,43 +68,31 @@ def test_name_with_dots_is_part_of_the_path(monkeypatch: pytest.MonkeyPatch) -> 
     assert one._base == "https://s3.cn-north-1.amazonaws.com.cn/a.b"
 
 
-def test_interpreter_is_found_by_its_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, version in (("python3", "3.4"), ("python3.5", "3.5")):
-        program = tmp_path / name
-        program.write_text(f"#!/bin/sh\necho {version}\n")
-        program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(install, "PLACES", ())
-    assert install.find_python("3.5") == (str(tmp_path / "python3.5"), {})
-    assert install.find_python("3.6") == ("", {"3.4": str(tmp_path / "python3")})
-
-
 UV = """#!/bin/sh
 case "$*" in
-  "python install"*) [ -n "$UV_PYTHON_INSTALL_MIRROR" ] || { echo "error: no route" >&2; exit 2; };;
-  "python find"*) echo "$UV_PYTHON_INSTALL_DIR/cpython-3.6/bin/python3.6";;
+  *" venv "*) case "$PATH" in *:/usr/bin:*) ;; *) echo "error: no route" >&2; exit 2;; esac
+    for folder; do :; done; mkdir -p $folder/bin; ln -s /usr/bin/env $folder/bin/python;;
 esac
 """
 
 
-def test_missing_interpreter_comes_from_uv_or_the_error_says_what_to_type(
+def test_missing_interpreter_is_an_error_that_says_what_to_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uv = tmp_path / "uv"
     uv.write_text(UV)
     uv.chmod(0o755)
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setenv("UV_PYTHON_INSTALL_MIRROR", "")
+    folder = str(tmp_path / "environment")
+    monkeypatch.setenv("PATH", "/bin")
+    assert install.make_environment("3.6", str(tmp_path), folder, str(uv)) == os.path.realpath(
+        "/usr/bin/env"
+    )
+    monkeypatch.setattr(install, "PLACES", ())
     with pytest.raises(install.InstallError) as caught:
-        install.get_python("3.6", str(tmp_path), str(uv))
-    for part in ("no Python 3.6", "it has 3.", "uv could not download it: error: no route",
-                 "image.ami", "python3.6", "network.public_ip: true"):  # fmt: skip
+        install.make_environment("3.6", str(tmp_path), folder, str(uv))
+    for part in ("no Python 3.6", "uv could not download it: error: no route", "image.ami",
+                 "python3.6", "network.public_ip: true"):  # fmt: skip
         assert part in str(caught.value)
-    monkeypatch.setenv("UV_PYTHON_INSTALL_MIRROR", "https://mirror")
-    found = install.get_python("3.6", str(tmp_path), str(uv))
-    assert found == (f"{tmp_path}/python/cpython-3.6/bin/python3.6", "uv")
 
 
 def test_request_is_retried_until_it_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
