@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
 
 from etrain_jupyter.errors import ConfigError, EtrainError, PoolError
-from etrain_jupyter.log.events import Event, GenerationReady, StepCompleted, WorkerJoined
+from etrain_jupyter.log.events import Event, GenerationReady, LogLine, StepCompleted, WorkerJoined
 from etrain_jupyter.notebook.commands.arguments import Spelling, StoreCount, one_of
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools.catalog import read_catalog
@@ -66,8 +66,8 @@ def init(
 ) -> str:
     """Create what a pool needs in your AWS account, and its entry in pools.yaml.
 
-    Asks for what the flags do not say, and shows every step and the costs first. Repeat it after
-    an interruption: it creates only the missing objects.
+    Asks for what the flags do not say, and shows every step and the costs first. The resources are
+    one CloudFormation stack. Repeat the command after an interruption: it continues.
 
     Args:
         pool: Name of the new pool.
@@ -297,8 +297,11 @@ def _problem_of(
             f"no NVIDIA driver, or {_torch_of(spec)}. Choose "
             f"another image.ami{'' if spec.image.is_kernel else ' or image.python'}"
         )
-    # Without a worker, the pool's own warnings say why: quota, capacity, versions of the image.
-    reason = job.reason or f"no step within {spec.lifetime.boot + STEPS_S:.0f} s"
+    # Without a worker, the pool's own warnings say why: permissions, quota, capacity, versions.
+    warnings = [one.text for one in events if isinstance(one, LogLine) and one.level == "warning"]
+    reason = (
+        job.reason or (warnings or [f"no step within {spec.lifetime.boot + STEPS_S:.0f} s"])[-1]
+    )
     return f"job {job.id} is {status} ({reason.rstrip('.')})"
 
 

@@ -122,8 +122,13 @@ class Clients:
         return self._client("service-quotas", {"mode": "standard", "total_max_attempts": 3})
 
     @property
+    def cloudformation(self) -> Any:
+        """Client for the stack with a pool's resources."""
+        return self._client("cloudformation", {"mode": "standard", "total_max_attempts": 4})
+
+    @property
     def s3(self) -> Any:
-        """Client for creating and configuring buckets; objects are accessed with ``bucket``."""
+        """Client for looking up and deleting buckets; objects are accessed with ``bucket``."""
         return self._client("s3", {"mode": "standard", "total_max_attempts": 4}, "s3-admin")
 
     def caller(self) -> tuple[str, str]:

@@ -1,25 +1,18 @@
-"""A CloudFormation template with a pool's resources, for accounts that restrict IAM.
+"""The CloudFormation template with a pool's resources.
 
-An administrator reviews and deploys it; afterwards, the command in its outputs writes the entry of
-``pools.yaml``. The policies are the same as those that ``init`` creates.
+``init`` deploys it. In accounts that restrict IAM, an administrator reviews and deploys it;
+afterwards, the command in its outputs writes the entry of ``pools.yaml``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import yaml
 
-from etrain_jupyter.plugins.ec2.account.bucket import (
-    ABORT_DAYS,
-    CLUSTER_DAYS,
-    ENCRYPTED,
-    PRIVATE,
-)
-from etrain_jupyter.plugins.ec2.account.roles import INLINE, SESSIONS, split_policy
-from etrain_jupyter.plugins.ec2.account.site import Site, tag_pairs
+from etrain_jupyter.plugins.ec2.account.site import POOL_TAG, Site, tag_pairs
 from etrain_jupyter.plugins.ec2.client.policy import (
     Policy,
     head_policy,
@@ -28,66 +21,104 @@ from etrain_jupyter.plugins.ec2.client.policy import (
     trust_policy,
 )
 
+PARTS = frozenset({"bucket", "group", "roles"})
 GROUP_TOKEN = "sg-00000000000000000"
 """Stands for the security group's id in a policy, until CloudFormation knows it."""
 VPC_TOKEN = "VpcId"
+SESSIONS = "arn:aws:iam::aws:policy/AmazonSSMManagedInstanceCore"
+MAX_POLICY = 6144
+"""IAM's limit for the characters of a managed policy, without white space."""
+ABORT_DAYS = 1
+"""Age at which S3 removes an upload that was never completed, such as that of a lost node."""
+CLUSTER_DAYS = 90
+"""Age at which S3 removes the keys and configuration of a cluster that was not shut down."""
+LABELS = {
+    "AWS::S3::Bucket": ("bucket", "BucketName"),
+    "AWS::EC2::SecurityGroup": ("security group", "GroupName"),
+    "AWS::EC2::SecurityGroupIngress": ("rule that admits the members of the group", ""),
+    "AWS::IAM::Role": ("role", "RoleName"),
+    "AWS::IAM::InstanceProfile": ("instance profile", "InstanceProfileName"),
+    "AWS::IAM::ManagedPolicy": ("policy", "ManagedPolicyName"),
+}
+"""Name of each type of resource, and the property with a resource's own name."""
 
 
-def template_of(site: Site, *, vpc: str, subnets: tuple[str, ...] = ()) -> str:
-    """Return the template in YAML.
+def template_of(
+    site: Site, *, vpc: str, subnets: tuple[str, ...] = (), parts: Collection[str] = PARTS
+) -> dict[str, Any]:
+    """Return the template.
 
     Args:
         site: The pool's place in the account.
         vpc: Default of the template's parameter; empty for none.
         subnets: Subnets for the command in the outputs.
+        parts: The parts of the pool that the stack contains; the others exist already.
     """
     name, spec = site.name, site.spec
     head = spec.iam.head_profile if spec.head == "on-demand" else ""
+    outputs: dict[str, Any] = {
+        "Command": {
+            "Description": "Writes the pool's entry in pools.yaml",
+            "Value": _with_group(_command(site, subnets, head, parts)),
+        }
+    }
+    parameters = {}
+    if "group" in parts:
+        outputs["Group"] = {"Value": {"Fn::GetAtt": ["Group", "GroupId"]}}
+        parameters[VPC_TOKEN] = {
+            "Type": "AWS::EC2::VPC::Id",
+            "Description": "VPC of the machines",
+            **({"Default": vpc} if vpc else {}),
+        }
     document = {
         "AWSTemplateFormatVersion": "2010-09-09",
         "Description": f"Resources of the etrain-jupyter pool {name} in {spec.region}",
-        "Parameters": {
-            VPC_TOKEN: {
-                "Type": "AWS::EC2::VPC::Id",
-                "Description": "VPC of the machines",
-                **({"Default": vpc} if vpc else {}),
-            }
-        },
-        "Resources": _resources(site, head),
-        "Outputs": {
-            "Command": {
-                "Description": "Writes the pool's entry in pools.yaml",
-                "Value": {"Fn::Sub": _command(site, subnets, head)},
-            }
-        },
+        **({"Parameters": parameters} if parameters else {}),
+        "Resources": _resources(site, head, parts),
+        "Outputs": outputs,
     }
     # Aliases, which the same object in two places would become, are not allowed in templates.
-    plain = json.loads(json.dumps(document))
-    text: str = yaml.safe_dump(plain, sort_keys=False, width=100)
+    plain: dict[str, Any] = json.loads(json.dumps(document))
+    return plain
+
+
+def text_of(template: dict[str, Any]) -> str:
+    """Return a template in YAML."""
+    text: str = yaml.safe_dump(template, sort_keys=False, width=100)
     return text
 
 
-def _resources(site: Site, head: str) -> dict[str, Any]:
+def label_of(resource: dict[str, Any]) -> str:
+    """Return the name of a resource in a template, such as ``role etrain-spot-node``."""
+    kind, key = LABELS.get(resource["Type"], (resource["Type"], ""))
+    return f"{kind} {resource['Properties'].get(key, '')}".rstrip()
+
+
+def _resources(site: Site, head: str, parts: Collection[str]) -> dict[str, Any]:
     """Return the resources by logical id.
 
     Args:
         site: The pool's place in the account.
         head: Role of the scheduler's own machine; empty if it has none.
+        parts: See ``template_of``.
     """
-    name, spec, tags = site.name, site.spec, tag_pairs(site.tags())
+    name, spec, tags = site.name, site.spec, tag_pairs({POOL_TAG: site.mark})
     node = spec.iam.instance_profile
-    resources: dict[str, Any] = {
-        "Bucket": _bucket(site, tags),
-        **_security_group(site, tags),
-        **_role("Node", node, lambda: node_policy(spec), tags),
-    }
-    network = spec.network.model_copy(update={"security_group": GROUP_TOKEN})
-    grouped = spec.model_copy(update={"network": network})
+    resources: dict[str, Any] = {}
+    if "bucket" in parts:
+        resources["Bucket"] = _bucket(site, tags)
+    if "group" in parts:
+        resources |= _security_group(site, tags)
+        network = spec.network.model_copy(update={"security_group": GROUP_TOKEN})
+        spec = spec.model_copy(update={"network": network})
+    if "roles" not in parts:
+        return resources
+    resources |= _role("Node", node, lambda: node_policy(spec), tags)
     if head:
         managed = [SESSIONS] if spec.head_tunnel == "ssm" else []
-        policy = head_policy(grouped, node_role=node, account=site.account)
+        policy = head_policy(spec, node_role=node, account=site.account)
         resources |= _role("Head", head, lambda: policy, tags, managed)
-    launcher = launcher_policy(grouped, node_role=node, account=site.account, head_role=head)
+    launcher = launcher_policy(spec, node_role=node, account=site.account, head_role=head)
     for number, part in enumerate(split_policy(launcher), start=1):
         suffix = "" if number == 1 else f"-{number}"
         resources[f"Launcher{'' if number == 1 else number}"] = {
@@ -101,12 +132,25 @@ def _resources(site: Site, head: str) -> dict[str, Any]:
     return resources
 
 
+def split_policy(whole: Policy, *, most: int = MAX_POLICY) -> list[Policy]:
+    """Split a policy into parts that are small enough for IAM, by statements."""
+    parts: list[Policy] = []
+    for statement in whole["Statement"]:
+        if parts:
+            grown = {**parts[-1], "Statement": [*parts[-1]["Statement"], statement]}
+            if len(json.dumps(grown, separators=(",", ":"))) <= most:
+                parts[-1] = grown
+                continue
+        parts.append({**whole, "Statement": [statement]})
+    return parts
+
+
 def _security_group(site: Site, tags: list[dict[str, str]]) -> dict[str, Any]:
     return {
         "Group": {
             "Type": "AWS::EC2::SecurityGroup",
             "Properties": {
-                "GroupName": site.group_name,
+                "GroupName": site.stack_name,
                 "GroupDescription": f"etrain-jupyter pool {site.name}: its own members only",
                 "VpcId": {"Ref": VPC_TOKEN},
                 "Tags": tags,
@@ -124,10 +168,11 @@ def _security_group(site: Site, tags: list[dict[str, str]]) -> dict[str, Any]:
     }
 
 
-def _command(site: Site, subnets: tuple[str, ...], head: str) -> str:
+def _command(site: Site, subnets: tuple[str, ...], head: str, parts: Collection[str]) -> str:
     spec = site.spec
+    group = GROUP_TOKEN if "group" in parts else spec.network.security_group
     words = [f"etrain pools init {site.name} --region {spec.region} --bucket {spec.bucket}"]
-    words.append(f"--role {spec.iam.instance_profile} --security-group ${{Group.GroupId}}")
+    words.append(f"--role {spec.iam.instance_profile} --security-group {group}")
     words.append(f"--types {','.join(spec.capacity.types)} --workers {spec.workers.max}")
     words += [f"--subnet {','.join(subnets)}"] if subnets else []
     words += ["--head on-demand"] if head else []
@@ -135,19 +180,24 @@ def _command(site: Site, subnets: tuple[str, ...], head: str) -> str:
 
 
 def _bucket(site: Site, tags: list[dict[str, str]]) -> dict[str, Any]:
-    [rule] = ENCRYPTED["Rules"]
-    default = rule["ApplyServerSideEncryptionByDefault"]
     prefix = site.spec.prefix
     return {
         "Type": "AWS::S3::Bucket",
-        # Checkpoints must survive the deletion of the stack.
-        "DeletionPolicy": "Retain",
+        # Checkpoints must survive the deletion of the stack; `remove` deletes the bucket itself.
+        "DeletionPolicy": "RetainExceptOnCreate",
         "UpdateReplacePolicy": "Retain",
         "Properties": {
             "BucketName": site.spec.bucket,
-            "PublicAccessBlockConfiguration": PRIVATE,
+            "PublicAccessBlockConfiguration": {
+                "BlockPublicAcls": True,
+                "IgnorePublicAcls": True,
+                "BlockPublicPolicy": True,
+                "RestrictPublicBuckets": True,
+            },
             "BucketEncryption": {
-                "ServerSideEncryptionConfiguration": [{"ServerSideEncryptionByDefault": default}]
+                "ServerSideEncryptionConfiguration": [
+                    {"ServerSideEncryptionByDefault": {"SSEAlgorithm": "AES256"}}
+                ]
             },
             "LifecycleConfiguration": {
                 "Rules": [
@@ -183,7 +233,7 @@ def _role(
             "Properties": {
                 "RoleName": name,
                 "AssumeRolePolicyDocument": trust_policy(),
-                "Policies": [{"PolicyName": INLINE, "PolicyDocument": _with_group(policy())}],
+                "Policies": [{"PolicyName": "etrain", "PolicyDocument": _with_group(policy())}],
                 **({"ManagedPolicyArns": managed} if managed else {}),
                 "Tags": tags,
             },

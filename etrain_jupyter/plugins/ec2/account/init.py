@@ -1,14 +1,13 @@
 """Create everything that a pool needs in an account: ``%etrain pools init``.
 
-The account itself is the record of the progress. Each resource is looked up first, and created
-only if it is missing, so the command can be repeated after an interruption at any point. The entry
-in ``pools.yaml`` is written last.
+The resources are one CloudFormation stack, see ``stack``. The entry in ``pools.yaml`` is written
+last, and the command can be repeated after an interruption at any point.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,13 @@ import boto3
 from botocore.exceptions import BotoCoreError, NoCredentialsError
 
 from etrain_jupyter.errors import ConfigError, PoolError
-from etrain_jupyter.plugins.ec2.account.bucket import BucketPiece
-from etrain_jupyter.plugins.ec2.account.cloudformation import template_of
-from etrain_jupyter.plugins.ec2.account.group import GroupPiece
+from etrain_jupyter.plugins.ec2.account.bucket import bucket_exists
+from etrain_jupyter.plugins.ec2.account.cloudformation import label_of, template_of, text_of
 from etrain_jupyter.plugins.ec2.account.machines import check_machines
 from etrain_jupyter.plugins.ec2.account.options import (
     Ask,
     InitOptions,
     default_bucket,
-    head_name,
     lines_of,
     node_name,
     questions,
@@ -37,23 +34,15 @@ from etrain_jupyter.plugins.ec2.account.pools_file import (
     entry_text,
     has_entry,
 )
-from etrain_jupyter.plugins.ec2.account.roles import (
-    SESSIONS,
-    WITHOUT_IAM,
-    LauncherPieces,
-    RolePiece,
-)
 from etrain_jupyter.plugins.ec2.account.site import (
-    Piece,
+    POOL_TAG,
+    WITHOUT_IAM,
     Site,
-    Step,
-    View,
     check_name,
     reason_of,
-    run_steps,
 )
+from etrain_jupyter.plugins.ec2.account.stack import Stack
 from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors
-from etrain_jupyter.plugins.ec2.client.policy import head_policy, node_policy
 from etrain_jupyter.plugins.ec2.client.worst_case import describe_price
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
 from etrain_jupyter.plugins.ec2.network import find_subnets
@@ -113,18 +102,21 @@ def init(
         ) from exc
     if template is not None:
         return _write_template(site, options, subnets, template)
-    if not is_new:
-        options = _as_entered(site, options)
-    pieces = pieces_of(site, vpc=subnets[0], options=options)
-    entry = FilePiece(site, options, file, is_new=is_new)
+    stack = Stack(site)
+    adds_entry = is_new and not has_entry(file, name)
     try:
-        views = [*(piece.to_make() for piece in pieces), entry.to_make()]
+        parts, deployed, notes = _examine(site, stack, options, is_new=is_new)
+        made = template_of(site, vpc=subnets[0], parts=parts)
+        changes = _changes(deployed, made["Resources"]) if parts else []
     except AwsErrors as exc:
         raise PoolError(
             f"the account cannot be examined: {reason_of(exc, WITHOUT_IAM)}. {NOTHING}"
         ) from exc
-    steps = [step for view in views for step in view.steps]
-    for line in _describe(site, views, steps):
+    steps = (
+        [f"{'update' if deployed else 'create'} stack {stack.name}", *changes] if changes else []
+    )
+    steps += [f"add pool {name} to {file}"] if adds_entry else []
+    for line in _describe(site, notes, steps):
         say(line)
     if not steps:
         return f"pool {name} is complete. Next: %etrain pools check {name}"
@@ -132,68 +124,62 @@ def init(
         return f"{NOTHING} Run the command without --dry-run to create them."
     if not is_confirmed and ask("Create them? [y/N] ").strip().lower() not in ("y", "yes"):
         return NOTHING
-    advice = WITHOUT_IAM
-    run_steps(steps, say=say, again=f"%etrain pools init {name}", advice=advice)
-    return _next_steps(site, options, file)
+    group = options.security_group or site.spec.network.security_group
+    try:
+        if changes:
+            say(steps[0])
+            stack.deploy(made, say)
+        if "group" in parts:
+            group = stack.group()
+    except AwsErrors as exc:
+        raise PoolError(
+            f"could not {steps[0]}: {reason_of(exc, WITHOUT_IAM)}. Then run `%etrain pools init "
+            f"{name}` again."
+        ) from exc
+    if adds_entry:
+        say(f"add pool {name} to {file}")
+        values = values_of(name, options, bucket=site.spec.bucket, region=site.spec.region)
+        values.setdefault("network", {})["security_group"] = group
+        add_entry(file, name, entry_text(name, lines_of(values)))
+    return _next_steps(site, options, file, group, has_roles="roles" in parts)
 
 
-def pieces_of(site: Site, *, vpc: str, options: InitOptions) -> list[Piece]:
-    """Return the resources that ``init`` creates, in the order in which it creates them."""
-    pieces: list[Piece] = []
-    if not options.security_group:
-        pieces.append(GroupPiece(site, vpc))
-    pieces.append(BucketPiece(site))
-    if not options.role:
-        pieces += role_pieces(site)
-    return pieces
+def _examine(
+    site: Site, stack: Stack, options: InitOptions, *, is_new: bool
+) -> tuple[set[str], dict[str, Any], list[str]]:
+    """Return the parts of the pool that the stack contains, the deployed resources, and remarks."""
+    has_bucket = bucket_exists(site)
+    group = site.spec.network.security_group
+    wanted = set[str]() if has_bucket else {"bucket"}
+    if site.spec.iam.instance_profile == node_name(site.name) and not options.role:
+        wanted.add("roles")
+    if is_new and not options.security_group:
+        wanted.add("group")
+    # Without anything to create, look at no stack: these credentials may not be allowed to.
+    deployed = stack.resources() if wanted else {}
+    if "Bucket" in deployed:
+        wanted.add("bucket")
+    if not is_new and "Group" in deployed and group == stack.group():
+        wanted.add("group")
+    notes = (
+        []
+        if "bucket" in wanted
+        else [f"bucket {site.spec.bucket} exists, and is used without changes"]
+    )
+    return wanted, deployed, notes
 
 
-def role_pieces(site: Site) -> list[Piece]:
-    """Return the roles and policies."""
-    pieces: list[Piece] = [
-        RolePiece(site, node_name(site.name), lambda: node_policy(site.spec)),
+def _changes(deployed: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return a line for each resource that is created, updated or deleted."""
+    return [
+        *(f"  create {label_of(one)}" for id, one in wanted.items() if id not in deployed),
+        *(
+            f"  update {label_of(one)}"
+            for id, one in wanted.items()
+            if id in deployed and one != deployed[id]
+        ),
+        *(f"  delete {label_of(one)}" for id, one in deployed.items() if id not in wanted),
     ]
-    head_role = ""
-    if site.spec.head == "on-demand":
-        head_role = head_name(site.name)
-        pieces.append(
-            RolePiece(
-                site,
-                head_role,
-                lambda: head_policy(
-                    site.spec, node_role=node_name(site.name), account=site.account
-                ),
-                managed=SESSIONS if site.spec.head_tunnel == "ssm" else "",
-            )
-        )
-    return [*pieces, LauncherPieces(site, node_role=node_name(site.name), head_role=head_role)]
-
-
-class FilePiece:
-    """The pool's entry in ``pools.yaml``."""
-
-    def __init__(self, site: Site, options: InitOptions, file: Path, *, is_new: bool) -> None:
-        self._site = site
-        self._options = options
-        self._file = file
-        self._is_new = is_new
-
-    def to_make(self) -> View:
-        """Return the step that writes the entry."""
-        if not self._is_new or has_entry(self._file, self._site.name):
-            return View()
-        text = f"add pool {self._site.name} to {self._file}"
-        return View(steps=[Step(text=text, run=self._write)])
-
-    def _write(self) -> None:
-        add_entry(self._file, self._site.name, self.text())
-
-    def text(self) -> str:
-        """Return the entry, with the security group."""
-        spec = self._site.spec
-        values = values_of(self._site.name, self._options, bucket=spec.bucket, region=spec.region)
-        values.setdefault("network", {})["security_group"] = spec.network.security_group
-        return entry_text(self._site.name, lines_of(values))
 
 
 # --- the account ---
@@ -274,25 +260,6 @@ def _given_keys(name: str, options: InitOptions) -> dict[str, Any]:
     return {key: all_values[key] for key, given in stated.items() if given and key in all_values}
 
 
-def _as_entered(site: Site, options: InitOptions) -> InitOptions:
-    """Return the options with the role and the group of an existing entry, if they are not ours.
-
-    Raises:
-        PoolError: If the groups cannot be listed.
-    """
-    profile, group = site.spec.iam.instance_profile, site.spec.network.security_group
-    try:
-        # With auto, each cluster creates its own group.
-        is_ours = group in GroupPiece(site, vpc="").ids()
-    except AwsErrors as exc:
-        raise PoolError(f"the groups cannot be listed: {reason_of(exc)}. {NOTHING}") from exc
-    return dataclasses.replace(
-        options,
-        role=None if profile == node_name(site.name) else profile,
-        security_group=None if is_ours else group,
-    )
-
-
 def _find_subnets(site: Site, options: InitOptions) -> tuple[str, tuple[str, ...]]:
     """Return the VPC and the subnets.
 
@@ -333,11 +300,11 @@ def _no_default_vpc(site: Site) -> PoolError:
 # --- texts ---
 
 
-def _describe(site: Site, views: Sequence[View], steps: Sequence[Step]) -> list[str]:
+def _describe(site: Site, notes: list[str], steps: list[str]) -> list[str]:
     lines = [f"pool {site.name} in {site.spec.region}, AWS account {site.account}"]
-    lines += [f"  {note}" for view in views for note in view.notes]
+    lines += [f"  {note}" for note in notes]
     if steps:
-        lines += ["to do:", *(f"  {step.text}" for step in steps), *_describe_costs(site)]
+        lines += ["to do:", *(f"  {step}" for step in steps), *_describe_costs(site)]
     return lines
 
 
@@ -354,17 +321,16 @@ def _describe_costs(site: Site) -> list[str]:
     ]
 
 
-def _next_steps(site: Site, options: InitOptions, file: Path) -> str:
+def _next_steps(
+    site: Site, options: InitOptions, file: Path, group: str, *, has_roles: bool
+) -> str:
     lines = [f"pool {site.name} is in {file}"]
-    if not options.role:
-        policies = LauncherPieces(site).documents()
+    if has_roles:
+        arn = f"arn:aws:iam::{site.account}:policy/{site.launcher_policy}"
         lines.append(
-            "users without administrator rights need "
-            + " and ".join(policies)
-            + f": aws iam attach-user-policy --user-name USER --policy-arn "
-            f"arn:aws:iam::{site.account}:policy/{site.launcher_policy}"
+            f"users without administrator rights need {site.launcher_policy} (and -2, if the stack "
+            f"has it): aws iam attach-user-policy --user-name USER --policy-arn {arn}"
         )
-    group = site.spec.network.security_group
     if site.spec.head == "notebook":
         lines.append(
             f"the notebook's machine must be an EC2 instance in the security group {group}; for "
@@ -377,18 +343,19 @@ def _next_steps(site: Site, options: InitOptions, file: Path) -> str:
 def _write_template(
     site: Site, options: InitOptions, subnets: tuple[str, tuple[str, ...]], file: Path
 ) -> str:
-    text = template_of(site, vpc=subnets[0], subnets=subnets[1])
+    text = text_of(template_of(site, vpc=subnets[0], subnets=subnets[1]))
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as exc:
         raise ConfigError(
             f"{file} cannot be written ({exc}). {NOTHING}", hint="--template FILE"
         ) from exc
-    stack = f"etrain-{site.name}"
+    stack = site.stack_name
     return (
-        f"{file} contains the resources of pool {site.name}. {NOTHING} An administrator deploys it "
-        f"with:\n  aws cloudformation deploy --region {site.spec.region} --stack-name {stack} "
-        f"--template-file {file} --capabilities CAPABILITY_NAMED_IAM\n"
+        f"{file} contains the resources of pool {site.name}. {NOTHING} An administrator deploys "
+        f"it with:\n  aws cloudformation deploy --region {site.spec.region} --stack-name {stack} "
+        f"--template-file {file} --capabilities CAPABILITY_NAMED_IAM "
+        f"--tags {POOL_TAG}={site.mark}\n"
         f"The stack's output Command then writes the entry in {options.file or own_file()}:\n"
         f"  aws cloudformation describe-stacks --region {site.spec.region} --stack-name {stack} "
         "--query 'Stacks[0].Outputs'"

@@ -1,37 +1,30 @@
 """Remove everything that ``init`` has created for a pool: ``%etrain pools remove``.
 
-Only resources with the pool's tag are removed, and only those that do not belong to a
-CloudFormation stack. The entry in ``pools.yaml`` is removed last, so that the command can be
-repeated after an interruption.
+That is the pool's stack, and its bucket, which the stack keeps. The entry in ``pools.yaml`` is
+removed last, so that the command can be repeated after an interruption.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from botocore.exceptions import ClientError
 
 from etrain_jupyter.errors import ConfigError, PoolError
 from etrain_jupyter.plugins.ec2.account.boot import running_clusters
-from etrain_jupyter.plugins.ec2.account.bucket import BucketPiece
-from etrain_jupyter.plugins.ec2.account.group import GroupPiece
+from etrain_jupyter.plugins.ec2.account.bucket import to_remove
+from etrain_jupyter.plugins.ec2.account.cloudformation import label_of
 from etrain_jupyter.plugins.ec2.account.init import open_site
-from etrain_jupyter.plugins.ec2.account.options import Ask, InitOptions, head_name, node_name
+from etrain_jupyter.plugins.ec2.account.options import Ask, InitOptions
 from etrain_jupyter.plugins.ec2.account.pools_file import has_mark, remove_entry
-from etrain_jupyter.plugins.ec2.account.roles import LauncherPieces, RolePiece
-from etrain_jupyter.plugins.ec2.account.site import (
-    Piece,
-    Site,
-    Step,
-    View,
-    check_name,
-    reason_of,
-    run_steps,
-)
+from etrain_jupyter.plugins.ec2.account.site import Site, check_name, reason_of
+from etrain_jupyter.plugins.ec2.account.stack import Stack
 from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors
-from etrain_jupyter.plugins.ec2.client.policy import node_policy
 from etrain_jupyter.plugins.ec2.spec import KIND
 from etrain_jupyter.pools.catalog import own_file, read_catalog
+from etrain_jupyter.storage.objects.s3_messages import code_of
 
 NOTHING = "Nothing was removed."
 
@@ -75,33 +68,84 @@ def remove_pool(
     options = dataclasses.replace(options, region=options.region or region)
     site, _ = open_site(name, options)
     file = known.file if known is not None else options.file or own_file()
-    pieces: list[Piece] = [
-        LauncherPieces(site),
-        RolePiece(site, head_name(name), lambda: {}),
-        RolePiece(site, node_name(name), lambda: node_policy(site.spec)),
-        GroupPiece(site, vpc=""),
-        BucketPiece(site, deletes_objects=deletes_objects),
-        _EntryPiece(name, file, is_known=known is not None),
-    ]
+    stack = Stack(site)
+    steps: list[tuple[str, Callable[[], None]]] = []
     try:
         _refuse_running(site)
-        views = [piece.to_remove() for piece in pieces]
+        resources = stack.resources(is_usable=False)
+        held = _holders(site, resources)
+        if stack.describe():
+            steps.append(
+                (f"delete stack {stack.name}", lambda: _delete_stack(site, stack, held, say))
+            )
+        bucket_steps, notes = to_remove(site, deletes_objects=deletes_objects)
     except AwsErrors as exc:
         raise PoolError(f"the account cannot be examined: {reason_of(exc)}. {NOTHING}") from exc
-    steps = [step for view in views for step in view.steps]
+    details = [f"    delete {label_of(one)}" for id, one in resources.items() if id != "Bucket"]
+    details += [
+        f"    detach policy {policy} from {kind.lower()} {one}" for policy, kind, one in held
+    ]
+    steps += bucket_steps
+    if known is not None and has_mark(file, name):
+        steps.append((f"remove pool {name} from {file}", lambda: remove_entry(file, name)))
+    elif known is not None:
+        notes.append(f"pool {name} stays in {file}: `etrain pools init` did not write it")
     say(f"pool {name} in {site.spec.region}, AWS account {site.account}")
-    for note in (note for view in views for note in view.notes):
+    for note in notes:
         say(f"  {note}")
     if not steps:
         return f"Nothing of pool {name} is left to remove."
-    for line in ("to do:", *(f"  {step.text}" for step in steps)):
-        say(line)
+    say("to do:")
+    for text, _ in steps:
+        say(f"  {text}")
+        for line in details if text.startswith("delete stack") else ():
+            say(line)
     if is_dry_run:
         return f"{NOTHING} Run the command without --dry-run to remove them."
     if not is_confirmed and ask("Remove them? [y/N] ").strip().lower() not in ("y", "yes"):
         return NOTHING
-    run_steps(steps, say=say, again=f"%etrain pools remove {name}")
+    for text, run in steps:
+        say(text)
+        try:
+            run()
+        except AwsErrors as exc:
+            raise PoolError(
+                f"could not {text}: {reason_of(exc)}. Then run `%etrain pools remove {name}` "
+                "again: it continues with this step."
+            ) from exc
     return f"pool {name} was removed"
+
+
+def _holders(site: Site, resources: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return who has the stack's policies: policy, ``User``, ``Group`` or ``Role``, and name."""
+    held = []
+    for one in resources.values():
+        if one["Type"] != "AWS::IAM::ManagedPolicy":
+            continue
+        policy = one["Properties"]["ManagedPolicyName"]
+        try:
+            found = site.clients.iam.list_entities_for_policy(PolicyArn=_arn(site, policy))
+        except ClientError as exc:
+            if code_of(exc) != "NoSuchEntity":  # an earlier attempt has deleted it
+                raise
+            continue
+        for kind in ("User", "Group", "Role"):
+            held += [(policy, kind, who[f"{kind}Name"]) for who in found[f"Policy{kind}s"]]
+    return held
+
+
+def _delete_stack(
+    site: Site, stack: Stack, held: list[tuple[str, str, str]], say: Callable[[str], object]
+) -> None:
+    for policy, kind, who in held:
+        # IAM refuses to delete a policy that someone has.
+        detach = getattr(site.clients.iam, f"detach_{kind.lower()}_policy")
+        detach(**{f"{kind}Name": who}, PolicyArn=_arn(site, policy))
+    stack.delete(say)
+
+
+def _arn(site: Site, policy: str) -> str:
+    return f"arn:aws:iam::{site.account}:policy/{policy}"
 
 
 def _refuse_running(site: Site) -> None:
@@ -112,29 +156,3 @@ def _refuse_running(site: Site) -> None:
             f"pool {site.name} still has {', '.join(ids)}. {NOTHING} Run "
             f"`%etrain down {site.name}` first."
         )
-
-
-class _EntryPiece:
-    """The pool's entry in ``pools.yaml``."""
-
-    def __init__(self, name: str, file: Path, *, is_known: bool) -> None:
-        self._name = name
-        self._file = file
-        self._is_known = is_known
-
-    def to_make(self) -> View:
-        """Return nothing: ``init`` has its own piece for this."""
-        return View()
-
-    def to_remove(self) -> View:
-        """Return the step that removes the entry, if ``init`` has written it."""
-        if not self._is_known:
-            return View()
-        if not has_mark(self._file, self._name):
-            note = f"pool {self._name} stays in {self._file}: `etrain pools init` did not write it"
-            return View(notes=[note])
-        text = f"remove pool {self._name} from {self._file}"
-        return View(steps=[Step(text=text, run=self._remove)])
-
-    def _remove(self) -> None:
-        remove_entry(self._file, self._name)

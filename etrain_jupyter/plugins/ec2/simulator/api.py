@@ -94,6 +94,10 @@ class CloudApi:
                 return json_response(get_products(json.loads(call.body), self._ec2.market))
             if (call.service, call.action) == ("servicequotas", "GetServiceQuota"):
                 return json_response(self.quotas.get(json.loads(call.body)))
+            if call.service == "cloudformation":
+                from etrain_jupyter.plugins.ec2.simulator.stacks import teach_moto
+
+                teach_moto()  # only now: it imports much of moto
             return self._call_moto(call)
         except ApiError as exc:
             return error_response(call, exc)

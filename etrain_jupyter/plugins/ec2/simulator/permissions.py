@@ -31,9 +31,6 @@ IDS = {
 """Actions on existing resources: resource type, and the parameter with its id."""
 SUBRESOURCES = {
     "tagging": "BucketTagging",
-    "publicAccessBlock": "BucketPublicAccessBlock",
-    "encryption": "EncryptionConfiguration",
-    "lifecycle": "LifecycleConfiguration",
 }
 """Settings of a bucket: the parameter that names one, and the name of its permission."""
 KINDS = {"i": "instance", "lt": "launch-template", "sg": "security-group", "vol": "volume"}

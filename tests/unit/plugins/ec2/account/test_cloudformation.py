@@ -6,11 +6,14 @@ import json
 from typing import Any
 
 import pytest
-import yaml
 
-from etrain_jupyter.plugins.ec2.account.cloudformation import template_of
+from etrain_jupyter.plugins.ec2.account.cloudformation import (
+    MAX_POLICY,
+    split_policy,
+    template_of,
+    text_of,
+)
 from etrain_jupyter.plugins.ec2.account.options import head_name, node_name
-from etrain_jupyter.plugins.ec2.account.roles import MAX_POLICY, split_policy
 from etrain_jupyter.plugins.ec2.account.site import Site
 from etrain_jupyter.plugins.ec2.client.policy import launcher_policy, node_policy
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
@@ -38,14 +41,15 @@ HEAD = {"head": "on-demand", "head_tunnel": "ssm"}
 @pytest.mark.parametrize("keys", [{}, HEAD], ids=["notebook", "head"])
 def test_template_passes_the_linter(keys: dict[str, Any]) -> None:
     api = pytest.importorskip("cfnlint.api", reason="cfn-lint is not installed")
-    text = template_of(site(**keys), vpc="vpc-0a1b2c3d", subnets=("subnet-1", "subnet-2"))
+    made = template_of(site(**keys), vpc="vpc-0a1b2c3d", subnets=("subnet-1", "subnet-2"))
+    text = text_of(made)
     # Informational findings, which begin with I, ask for remarks about the architecture.
     assert [str(one) for one in api.lint_all(text) if not str(one).startswith("[I")] == []
 
 
 def test_policies_are_those_of_init() -> None:
     place = site()
-    made = yaml.safe_load(template_of(place, vpc=""))
+    made = template_of(place, vpc="")
     resources = made["Resources"]
     assert "Default" not in made["Parameters"]["VpcId"]
     [policy] = resources["NodeRole"]["Properties"]["Policies"]
@@ -74,15 +78,29 @@ def unsubstituted(value: Any) -> Any:
 
 
 def test_stack_has_the_tags_and_keeps_the_bucket() -> None:
-    resources = yaml.safe_load(template_of(site(), vpc=""))["Resources"]
-    assert resources["Bucket"]["DeletionPolicy"] == "Retain"
+    resources = template_of(site(), vpc="")["Resources"]
+    bucket = resources["Bucket"]
+    assert bucket["DeletionPolicy"] == "RetainExceptOnCreate"
+    assert set(bucket["Properties"]["PublicAccessBlockConfiguration"].values()) == {True}
+    rules = bucket["Properties"]["LifecycleConfiguration"]["Rules"]
+    assert [one["Id"] for one in rules] == ["etrain-aborted-uploads", "etrain-dead-clusters"]
+    assert all(one["Prefix"].startswith("etrain/") for one in rules)
     mark = {"Key": "etrain:made-for", "Value": "spot@us-east-1"}
     for name in ("Bucket", "Group", "NodeRole"):
         assert mark in resources[name]["Properties"]["Tags"], name
 
 
+def test_parts_that_exist_already_are_left_out() -> None:
+    place = site(network={"security_group": "sg-1"})
+    made = template_of(place, vpc="vpc-1", parts={"roles"})
+    assert sorted(made["Resources"]) == ["Launcher", "NodeProfile", "NodeRole"]
+    assert "Parameters" not in made
+    assert "security-group/sg-1" in json.dumps(made["Resources"])
+    assert "${Group" not in json.dumps(made)
+
+
 def test_command_of_the_outputs_is_complete() -> None:
-    made = yaml.safe_load(template_of(site(**HEAD), vpc="", subnets=("subnet-1",)))
+    made = template_of(site(**HEAD), vpc="", subnets=("subnet-1",))
     command = made["Outputs"]["Command"]["Value"]["Fn::Sub"]
     for part in ("--role etrain-spot-node", "--security-group ${Group.GroupId}",
                  "--subnet subnet-1", "--head on-demand", "--yes"):  # fmt: skip
