@@ -59,8 +59,10 @@ def _why_no_node() -> str:
 
 
 def _why_no_namespaces() -> str:
-    from etrain_jupyter.plugins.ec2.simulator.networks import why_no_namespaces
-
+    try:
+        from etrain_jupyter.plugins.ec2.simulator.networks import why_no_namespaces
+    except ModuleNotFoundError:  # hidden in the run of the core's tests
+        return "the plug-ins are hidden"
     return why_no_namespaces()
 
 

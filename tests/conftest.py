@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import os
+import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -18,6 +19,11 @@ from hypothesis import settings
 from etrain_jupyter import plugin
 from etrain_jupyter.testing.s3_server import S3Server
 
+PLUGINS = re.compile(
+    r"etrain_jupyter\.plugins|testing\.fakeaws|"
+    r"tests\.(chaos\.spot|contract\.fleets|integration\.(aws_head|node_machine))"
+)
+"""Modules that only the tests of plug-ins import."""
 HAS_PLUGINS = bool(plugin.installed())
 """False in the run of the core's tests, which hides the plug-ins, see ``core_only``."""
 if HAS_PLUGINS:
@@ -57,7 +63,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 @functools.cache
 def _imports_plugins(path: Path) -> bool:
     is_test = path.suffix == ".py" and path.name.startswith("test_")
-    return is_test and "etrain_jupyter.plugins" in path.read_text(encoding="utf-8")
+    return is_test and PLUGINS.search(path.read_text(encoding="utf-8")) is not None
 
 
 def _needs_plugins(item: pytest.Item) -> bool:

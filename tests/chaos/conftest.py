@@ -1,4 +1,4 @@
-"""Fixtures of the chaos tests: a rig per test, two forking processes, and spot clusters."""
+"""Fixtures of the chaos tests: a rig per test, and two forking processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from etrain_jupyter import plugin
 from etrain_jupyter.head.fork_server import ForkServerProcess
-from etrain_jupyter.plugins.ec2.simulator import FakeAws
 from tests.chaos.forks import THREADS, Zygote
 from tests.chaos.rig import MakeRig, Rig, make_rig
-from tests.chaos.spot import Spot, open_cloud, open_spot
 from tests.chaos.trainers import Served, Spawned, Trainers
+
+if plugin.installed():
+    from tests.chaos.spot_fixtures import *  # noqa: F403
 
 MEMORY = Path("/dev/shm")
 LOCAL_WORKER = {
@@ -92,21 +94,3 @@ async def rig(trainers: Trainers, folder: Path, limits: None) -> AsyncIterator[R
     """Provide a cluster of up to four workers."""
     async with make_rig(trainers, folder) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def spot_cloud() -> Iterator[FakeAws]:
-    """Provide one cloud per test file; machines get network namespaces if the system allows it."""
-    with open_cloud() as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def spot(
-    spot_cloud: FakeAws,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> Iterator[Spot]:
-    """Provide a new user's folder in the reset cloud; the test must leave nothing behind."""
-    yield from open_spot(spot_cloud, monkeypatch, tmp_path, request.node.name)

@@ -31,7 +31,7 @@ from etrain_jupyter.testing.invariants import assert_invariants
 from tests.capabilities import needs
 from tests.chaos.machines import Machine, network
 
-pytestmark = [needs("namespaces"), pytest.mark.timeout(300)]
+pytestmark = [needs("namespaces"), pytest.mark.plugins, pytest.mark.timeout(300)]
 
 PATIENCE_S = 120.0
 SILENCE_S = 3.0

@@ -24,6 +24,7 @@ TESTED = [
     pytest.param(path, id=path.name, marks=() if path.name == IN_SUITE else LONG)
     for path in NOTEBOOKS
 ]
+pytestmark = pytest.mark.plugins  # a notebook may use any of them
 
 
 def warnings_in(executed: Path) -> list[str]:

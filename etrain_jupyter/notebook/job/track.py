@@ -14,7 +14,7 @@ from etrain_jupyter.log.events import ExhibitStored, JobStatus
 from etrain_jupyter.log.exhibits import Content
 from etrain_jupyter.log.loggers.base import Logger
 from etrain_jupyter.log.loggers.feed import export_log
-from etrain_jupyter.log.loggers.registry import logger_names, make_logger
+from etrain_jupyter.log.loggers.registry import make_logger
 from etrain_jupyter.log.loggers.timeline import ReadExhibit
 from etrain_jupyter.log.loggers.writer_lock import writer_lock
 from etrain_jupyter.notebook.job.job_record import RunRecord
@@ -57,11 +57,12 @@ def track_job(
     if to is None and not own:
         raise ConfigError(
             f"job {record.job_id} has no loggers of its own",
-            hint=f"name one: %etrain track --to {logger_names()[-1]}",
+            hint="name one: %etrain track --to tensorboard",
         )
     if to is None and options:
-        hint = f"name it: %etrain track --to {logger_names()[-1]}"
-        raise ConfigError("options belong to one logger", hint=hint)
+        raise ConfigError(
+            "options belong to one logger", hint="name it: %etrain track --to tensorboard"
+        )
     chosen = {to: dict(options) or own.get(to, {})} if to else own
     for name in chosen:
         # The destination would get each value from both.

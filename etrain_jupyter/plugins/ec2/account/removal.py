@@ -7,7 +7,7 @@ removed last, so that the command can be repeated after an interruption.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from botocore.exceptions import ClientError
@@ -104,6 +104,13 @@ def remove_pool(
         return f"{NOTHING} Run the command without --dry-run to remove them."
     if not is_confirmed and ask("Remove them? [y/N] ").strip().lower() not in ("y", "yes"):
         return NOTHING
+    _carry_out(steps, name, say)
+    return f"pool {name} was removed"
+
+
+def _carry_out(
+    steps: Iterable[tuple[str, Callable[[], None]]], name: str, say: Callable[[str], object]
+) -> None:
     for text, run in steps:
         say(text)
         try:
@@ -113,7 +120,6 @@ def remove_pool(
                 f"could not {text}: {reason_of(exc)}. Then run `%etrain pools remove {name}` "
                 "again: it continues with this step."
             ) from exc
-    return f"pool {name} was removed"
 
 
 def _holders(site: Site, resources: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -111,13 +111,12 @@ def test_record_of_another_user_does_not_choose_the_destination() -> None:
     assert job.track("acme", folder="mine") == "digits-1 (finished) is in acme (folder: mine)"
 
 
-@pytest.mark.plugins
 def test_bad_requests_are_errors() -> None:
     job = make_job(step(1, 0.5), status("finished"))
 
     with pytest.raises(ConfigError, match="no loggers of its own") as caught:
         job.track()
-    assert caught.value.hint == "name one: %etrain track --to mlflow"
+    assert caught.value.hint == "name one: %etrain track --to tensorboard"
     with pytest.raises(ConfigError, match="unknown logger 'acmee'") as caught:
         job.track("acmee")
     assert caught.value.hint == "did you mean 'acme'?"
