@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from etrain_jupyter import plugin
 from tests.capabilities import CAPABILITIES, MARKERS, OTHER_GROUPS, why_missing
 
 VARIABLE = "ETRAIN_REQUIRE"
+OF_PLUGINS = ("libraries", "moto", "namespaces")
+"""Capabilities that only the second run of ``make test`` needs, see ``tests/core_only``."""
 MAX_RERUNS = 5
 UNKNOWN = "other"
 """Group of a skip that names no group."""
@@ -33,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
     required = read_required(os.environ.get(VARIABLE, ""))
+    if not plugin.installed():
+        required = tuple(name for name in required if name not in OF_PLUGINS)
     if missing := [f"{name}: {why}" for name in required if (why := why_missing(name))]:
         raise pytest.UsageError(
             f"{VARIABLE} requires what this machine lacks, so no test was run. Install it, or "

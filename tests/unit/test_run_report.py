@@ -13,6 +13,8 @@ import pytest
 from tests import capabilities
 from tests.plugins.run_report import MAX_RERUNS, VARIABLE, read_required
 
+pytestmark = pytest.mark.plugins  # what is required differs in the run of the core
+
 ROOT = Path(__file__).parents[2]
 
 SKIPS = """
