@@ -38,6 +38,7 @@ def num_steps(job: TrainingJob, workers: int) -> int:
     return sum(world == workers for world in job.history()["world_size"])
 
 
+@pytest.mark.plugins
 def test_command_plans_a_job_from_its_own_steps(
     submit: Callable[..., TrainingJob], runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
