@@ -70,7 +70,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """What one plug-in adds."""
+    """Extensions of the core by one plug-in."""
 
     pools: Mapping[str, PoolKind] = field(default_factory=dict)
     """By ``kind``."""

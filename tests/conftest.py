@@ -21,9 +21,11 @@ from etrain_jupyter.testing.s3_server import S3Server
 
 PLUGINS = re.compile(
     r"etrain_jupyter\.plugins|testing\.fakeaws|"
-    r"tests\.(chaos\.spot|contract\.fleets|integration\.(aws_head|node_machine))"
+    r"tests\.(chaos\.spot|contract\.fleets|integration\.(aws_head|node_machine))|"
+    r"benchmarks(\.| import )(__main__|policies|sizing)"
 )
 """Modules that only the tests of plug-ins import."""
+FOLDER = Path(__file__).parent / "unit" / "plugins"
 HAS_PLUGINS = bool(plugin.installed())
 """False in the run of the core's tests, which hides the plug-ins, see ``core_only``."""
 if HAS_PLUGINS:
@@ -57,7 +59,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Ignore the files that import plug-ins where these are hidden."""
-    return True if not HAS_PLUGINS and _imports_plugins(collection_path) else None
+    is_of_plugins = collection_path == FOLDER or _imports_plugins(collection_path)
+    return True if not HAS_PLUGINS and is_of_plugins else None
 
 
 @functools.cache

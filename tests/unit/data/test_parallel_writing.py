@@ -437,6 +437,7 @@ def test_unknown_pool_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         write(Rows(), tmp_path / "set", pool="lab")
 
 
+@pytest.mark.plugins
 def test_pool_that_runs_only_trainers_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
