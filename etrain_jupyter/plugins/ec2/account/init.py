@@ -94,12 +94,7 @@ def init(
     file = options.file or own_file()
     site, is_new = open_site(name, options)
     subnets = _find_subnets(site, options)
-    try:
-        check_machines(site.clients, site.spec)
-    except AwsErrors as exc:
-        raise PoolError(
-            f"the machine types cannot be looked up: {reason_of(exc)}. {NOTHING}"
-        ) from exc
+    _check_machines(site)
     if template is not None:
         return _write_template(site, options, subnets, template)
     stack = Stack(site)
@@ -112,9 +107,8 @@ def init(
         raise PoolError(
             f"the account cannot be examined: {reason_of(exc, WITHOUT_IAM)}. {NOTHING}"
         ) from exc
-    steps = (
-        [f"{'update' if deployed else 'create'} stack {stack.name}", *changes] if changes else []
-    )
+    verb = "update" if deployed else "create"
+    steps = [f"{verb} stack {stack.name}", *changes] if changes else []
     steps += [f"add pool {name} to {file}"] if adds_entry else []
     for line in _describe(site, notes, steps):
         say(line)
@@ -132,16 +126,23 @@ def init(
         if "group" in parts:
             group = stack.group()
     except AwsErrors as exc:
-        raise PoolError(
-            f"could not {steps[0]}: {reason_of(exc, WITHOUT_IAM)}. Then run `%etrain pools init "
-            f"{name}` again."
-        ) from exc
+        why = f"could not {steps[0]}: {reason_of(exc, WITHOUT_IAM)}"
+        raise PoolError(f"{why}. Then run `%etrain pools init {name}` again.") from exc
     if adds_entry:
         say(f"add pool {name} to {file}")
         values = values_of(name, options, bucket=site.spec.bucket, region=site.spec.region)
         values.setdefault("network", {})["security_group"] = group
         add_entry(file, name, entry_text(name, lines_of(values)))
     return _next_steps(site, options, file, group, has_roles="roles" in parts)
+
+
+def _check_machines(site: Site) -> None:
+    try:
+        check_machines(site.clients, site.spec)
+    except AwsErrors as exc:
+        raise PoolError(
+            f"the machine types cannot be looked up: {reason_of(exc)}. {NOTHING}"
+        ) from exc
 
 
 def _examine(
