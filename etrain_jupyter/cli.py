@@ -62,10 +62,6 @@ class Terminal:
         """Submit a job, given as the keys of a cell, without showing it."""
         return launch.submit(launch.plan_job(parse_mapping(body, {}), {}))
 
-    def profile(self, line: str, body: str) -> TrainingJob:
-        """Refuse, because a terminal has no cells."""
-        raise ConfigError("a terminal has no cell to profile", hint="%%etrain plan in a notebook")
-
     def open_tensorboard(self, folder: Path) -> str:
         """Return an empty string, because a terminal cannot show a page."""
         return ""

@@ -64,8 +64,8 @@ class Command:
     group: str = ""
     """Sub-command that it belongs to, such as ``pools`` for ``pools init``."""
     cell: str = ""
-    """Reference to a function for ``%%etrain NAME``, of a ``Surface``, the line, the body and the
-    arguments; empty if the sub-command does not accept a body."""
+    """Reference to a function for ``%%etrain NAME``, of a ``CellSurface``, the line, the body and
+    the arguments; empty if the sub-command does not accept a body."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +115,12 @@ def _is_foreign(point: Any) -> tuple[bool, str]:
 def pool_kinds() -> Mapping[str, PoolKind]:
     """Return the kinds of pools of all plug-ins."""
     return _merge("pools")
+
+
+def kind_of(cluster_id: str) -> PoolKind | None:
+    """Return the kind of pool of a plug-in to which a cluster belongs; None if there is none."""
+    prefix = cluster_id.partition("-")[0]
+    return next((kind for kind in pool_kinds().values() if kind.prefix == prefix), None)
 
 
 def loggers() -> Mapping[str, str]:

@@ -76,6 +76,14 @@ class Pool(Protocol):
     is_head_elsewhere: bool
     """True if the scheduler runs on another machine, so that jobs must be stored in a bucket."""
 
+    def check_machine(self) -> None:
+        """Check that this machine can use the pool, without a request to anything.
+
+        Raises:
+            PoolError: If a library or a command is missing.
+        """
+        ...
+
     def up(self) -> SchedulerAddress:
         """Find or start the cluster; return once its scheduler responds."""
         ...

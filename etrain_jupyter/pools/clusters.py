@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
-from etrain_jupyter.plugin import load, pool_kinds
+from etrain_jupyter.plugin import kind_of, load, pool_kinds
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
 from etrain_jupyter.pools.local.pool import describe_load, list_cluster_ids
@@ -14,7 +14,7 @@ from etrain_jupyter.pools.own_clusters import (
     note_scheduler,
     noted_schedulers,
 )
-from etrain_jupyter.pools.registry import get_pool, kind_of, pool_names, pool_of
+from etrain_jupyter.pools.registry import get_pool, pool_names, pool_of
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
@@ -124,7 +124,8 @@ def down(cluster: str | None = None, *, all_clusters: bool = False, timeout_s: f
             kept.append(f"{cluster_id} was kept: {why}")
             continue
         # The default of a few seconds is for processes; machines need minutes.
-        limit_s = max(timeout_s, kind_of(here[cluster_id]).down_s)
+        kind = kind_of(cluster_id)
+        limit_s = timeout_s if kind is None else max(timeout_s, kind.down_s)
         leftovers[cluster_id] = pool_of(here[cluster_id]).down(timeout_s=limit_s)
     for address in noted_schedulers() if cluster is None else []:
         try:

@@ -68,6 +68,9 @@ class DetachedPool:
         self._prefix = prefix
         self._cluster_id = cluster_id
 
+    def check_machine(self) -> None:
+        """Do nothing: the pool needs nothing on this machine."""
+
     def up(self) -> SchedulerAddress:
         """Find the pool's running cluster or start one; return once its scheduler responds.
 

@@ -17,7 +17,7 @@ import secrets
 from pathlib import Path
 
 from etrain_jupyter.errors import EtrainError
-from etrain_jupyter.plugin import load, pool_kinds
+from etrain_jupyter.plugin import kind_of, load
 from etrain_jupyter.pools.catalog import read_own_catalog
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir
@@ -62,9 +62,10 @@ def address_of(cluster: ClusterDir) -> SchedulerAddress | None:
         # A record from another machine cannot be checked here; only an attempt to connect shows
         # whether its scheduler runs.
         return None if record.is_here and not record.is_alive else cluster.address(record)
-    prefix = cluster.cluster_id.partition("-")[0]
-    kinds = [kind for kind in pool_kinds().values() if kind.prefix == prefix and kind.address_of]
-    address: SchedulerAddress | None = load(kinds[0].address_of)(cluster) if kinds else None
+    kind = kind_of(cluster.cluster_id)
+    if kind is None or not kind.address_of:
+        return None
+    address: SchedulerAddress | None = load(kind.address_of)(cluster)
     return address
 
 

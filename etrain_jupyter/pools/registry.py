@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from etrain_jupyter.config.source_map import did_you_mean
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.plugin import PoolKind, load, pool_kinds
+from etrain_jupyter.plugin import PoolKind, kind_of, load, pool_kinds
 from etrain_jupyter.pools.base import Pool
 from etrain_jupyter.pools.catalog import PoolEntry, advice_on, read_catalog
 from etrain_jupyter.pools.local.pool import LocalPool
 from etrain_jupyter.process.cluster_dir import ClusterDir
 
-POOLS = "etrain_jupyter.pools"
-CORE_KINDS: Mapping[str, PoolKind] = {
-    # Without keys, so no file can define another local pool.
-    "local": PoolKind(
-        make="", prefix="local", of_cluster=f"{POOLS}.local.pool:LocalPool.of_cluster"
-    ),
-    "address": PoolKind(make=f"{POOLS}.address.pool:AddressPool.from_entry"),
-}
-"""The kinds that need no plug-in."""
+ADDRESS = PoolKind(make="etrain_jupyter.pools.address.pool:AddressPool.from_entry")
 
 
 def pool_names() -> list[str]:
@@ -62,8 +53,9 @@ def make_pool(entry: PoolEntry) -> Pool:
     Raises:
         ConfigError: If the entry is invalid, with its position in the file.
     """
-    kinds = {**CORE_KINDS, **pool_kinds()}
-    known = [name for name, kind in kinds.items() if kind.make]
+    # The local pool has no keys, so a file cannot define another one.
+    kinds = {"address": ADDRESS, **pool_kinds()}
+    known = list(kinds)
     if entry.kind not in known:
         hint = did_you_mean(entry.kind, known) or f"write kind: {' or kind: '.join(known)}"
         raise entry.error(f"pool '{entry.name}' has the unknown kind '{entry.kind}'", hint=hint)
@@ -71,29 +63,21 @@ def make_pool(entry: PoolEntry) -> Pool:
     return pool
 
 
-def kind_of(cluster: ClusterDir) -> PoolKind:
-    """Return the kind of the pool of a cluster in the user's state directory.
-
-    Raises:
-        PoolError: If the plug-in of its kind is not installed.
-    """
-    prefix = cluster.cluster_id.partition("-")[0]
-    for kind in (*CORE_KINDS.values(), *pool_kinds().values()):
-        if kind.prefix == prefix:
-            return kind
-    raise PoolError(
-        f"cluster {cluster.cluster_id} belongs to a kind of pool that is not installed. Nothing "
-        "was changed. Install the package with its plug-in, and try again."
-    )
-
-
 def pool_of(cluster: ClusterDir) -> Pool:
-    """Return the pool of a cluster, with the settings with which the cluster was started.
+    """Return the pool of a cluster in the user's state directory, with the cluster's own settings.
 
     Raises:
         PoolError: If the plug-in of its kind is not installed.
     """
-    pool: Pool = load(kind_of(cluster).of_cluster)(cluster)
+    if cluster.cluster_id.startswith("local-"):
+        return LocalPool(cluster_id=cluster.cluster_id)
+    kind = kind_of(cluster.cluster_id)
+    if kind is None:
+        raise PoolError(
+            f"cluster {cluster.cluster_id} belongs to a kind of pool that is not installed. "
+            "Nothing was changed. Install the package with its plug-in, and try again."
+        )
+    pool: Pool = load(kind.of_cluster)(cluster)
     return pool
 
 

@@ -14,7 +14,7 @@ from etrain_jupyter import plugin
 from etrain_jupyter.errors import ConfigError, PoolError
 from etrain_jupyter.log.loggers.registry import logger_names
 from etrain_jupyter.pools import own_clusters
-from etrain_jupyter.pools.registry import get_pool, kind_of, pool_of
+from etrain_jupyter.pools.registry import get_pool, pool_of
 from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from tests.acme_package import install_acme
@@ -99,7 +99,7 @@ def test_cluster_belongs_to_the_kind_of_its_prefix(acme: Path) -> None:
 
     assert {one.cluster_id for one in cluster_dirs()} == {cluster.cluster_id, unknown.cluster_id}
     assert own_clusters.find_cluster_dir(cluster.cluster_id) is not None
-    assert kind_of(cluster).make == "acme_etrain:make_pool"
+    assert plugin.kind_of(cluster.cluster_id).make == "acme_etrain:make_pool"
     assert type(pool_of(cluster)).__name__ == "AcmePool"
     with pytest.raises(PoolError, match="a kind of pool that is not installed"):
         pool_of(unknown)

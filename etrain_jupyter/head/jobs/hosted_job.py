@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,6 @@ from etrain_jupyter.head.jobs.exhibits import ExhibitFolder
 from etrain_jupyter.head.jobs.job_log import JobLog
 from etrain_jupyter.head.jobs.job_records import PendingRequests
 from etrain_jupyter.head.jobs.job_spec import JobSpec, TrainerFacts
-from etrain_jupyter.head.jobs.loggers import start_loggers
 from etrain_jupyter.head.jobs.mirrored_log import MirroredLog, OpenedRun
 from etrain_jupyter.head.jobs.planned_faults import PlannedFaults
 from etrain_jupyter.head.jobs.reports import (
@@ -33,6 +33,7 @@ from etrain_jupyter.head.jobs.trainer_commands import Send, SendAll, TrainerComm
 from etrain_jupyter.head.jobs.tuning import Tuning
 from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import JobRecord
+from etrain_jupyter.log.loggers.process import follow_elsewhere
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.membership import JobState
@@ -163,7 +164,7 @@ class HostedJob:
             for text in spec.notes:
                 self.log(events.LogLine, level="info", worker="", text=text)
         self.log(events.JobStatusChanged, status="submitted")
-        start_loggers(spec, self._warn)
+        _start_loggers(spec, self._warn)
 
     def _replay(self, pending: PendingRequests) -> None:
         """Recover the dead coordinator's state; the trainers are adopted later."""
@@ -179,7 +180,7 @@ class HostedJob:
             # The scheduler died after it logged the end, but before it removed the record.
             self.job_log.close()
             return
-        start_loggers(self.spec, self._warn)
+        _start_loggers(self.spec, self._warn)
 
     def adopt(self, summaries: Mapping[str, m.TrainerSummary], *, away_s: float) -> None:
         """Adopt the surviving trainers of a recovered job.
@@ -385,3 +386,21 @@ class HostedJob:
         """Return the workers of the current generation, in rank order."""
         ranked = {m.trainer: m.worker for m in self.state.in_phase("ranked")}
         return [ranked[name] for name in self.messages.step_clock.ranks if name in ranked]
+
+
+def _start_loggers(spec: JobSpec, warn: Callable[[str], None]) -> None:
+    """Start one process for each logger; ``warn`` gets the failures, on the event loop."""
+    loop = asyncio.get_running_loop()
+
+    def warner(name: str) -> Callable[[str], None]:
+        def warn_later(why: str) -> None:  # called in the thread that waits for the process
+            text = (
+                f"Values are not logged to {name}: {why} Training continues. If they are missing "
+                f"afterwards: %etrain track {spec.job_id} --to {name}"
+            )
+            loop.call_soon_threadsafe(warn, text)
+
+        return warn_later
+
+    for name, options in spec.loggers.items():
+        follow_elsewhere(name, options, spec.log_path, warner(name))

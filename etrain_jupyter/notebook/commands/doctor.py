@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etrain_jupyter import __version__
+from etrain_jupyter.display.numbers import counted
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.notebook.job.link import open_link
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore
@@ -194,7 +195,7 @@ def _check_pools() -> list[Finding]:
     valid: dict[str, list[PoolEntry]] = {}
     for entry in entries:
         try:
-            make_pool(entry)
+            make_pool(entry).check_machine()
         except EtrainError as exc:
             findings.append(fault_of(exc))
             continue
@@ -221,11 +222,6 @@ def fault_of(exc: EtrainError) -> Finding:
     return Finding(state="wrong", what=what, remedy=hint)
 
 
-def number_of(count: int, word: str) -> str:
-    """Return a count with its noun, in the plural if necessary."""
-    return f"{count} {word}" + ("" if count == 1 else "s")
-
-
 def _check_clusters() -> list[Finding]:
     findings = []
     for cluster in cluster_dirs():
@@ -238,8 +234,8 @@ def _check_clusters() -> list[Finding]:
         link = open_link(cluster.address(record))
         try:
             facts = link.call(DescribeCluster(), timeout=5.0)
-            workers = number_of(facts.workers, "worker")
-            jobs = number_of(facts.jobs, "job")
+            workers = counted(facts.workers, "worker")
+            jobs = counted(facts.jobs, "job")
             what = f"cluster {cluster.cluster_id}: {workers}, {jobs}"
             findings.append(Finding(state="ok", what=what))
         except EtrainError as exc:

@@ -97,11 +97,15 @@ class Surface(Protocol):
     def submit(self, body: Mapping[str, Any]) -> TrainingJob:
         """Submit a job, given as the keys of a cell, without showing it."""
 
-    def profile(self, line: str, body: str) -> TrainingJob:
-        """Train a cell for at most a minute on one and two workers; return the stopped job."""
-
     def open_tensorboard(self, folder: Path) -> str:
         """Open TensorBoard on a folder if possible; return the text to print."""
+
+
+class CellSurface(Surface, Protocol):
+    """A notebook, whose sub-commands can also run on the body of a cell."""
+
+    def profile(self, line: str, body: str) -> TrainingJob:
+        """Train a cell for at most a minute on one and two workers; return the stopped job."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ _HERE = "etrain_jupyter.plugins.ec2"
 PLUGIN = Plugin(
     pools={
         "aws-spot": PoolKind(
-            make=f"{_HERE}.client.kinds:from_entry",
+            make=f"{_HERE}.client.remote_pool:from_entry",
             prefix="aws",
             of_cluster=f"{_HERE}.client.pool:AwsSpotPool.of_cluster",
             address_of=f"{_HERE}.client.head_link:head_address_of",
@@ -29,12 +29,12 @@ PLUGIN = Plugin(
         )
     },
     commands=(
-        Command(run=f"{_HERE}.commands:reap", after="down"),
+        Command(run=f"{_HERE}.account_commands:reap", after="down"),
         Command(run=f"{_HERE}.account_commands:init", group="pools"),
         Command(run=f"{_HERE}.account_commands:check", group="pools"),
         Command(run=f"{_HERE}.account_commands:remove", group="pools"),
-        Command(run=f"{_HERE}.commands:policy", group="pools"),
+        Command(run=f"{_HERE}.account_commands:policy", group="pools"),
     ),
-    words=f"{_HERE}.commands:WORDS",
+    words=f"{_HERE}.account_commands:WORDS",
     notices=f"{_HERE}.machine.notices:watch_if_on_ec2",
 )

@@ -1,4 +1,4 @@
-"""The sub-commands ``pools init``, ``check`` and ``remove``: a pool's resources in an AWS account.
+"""The sub-commands ``reap``, and ``pools init``, ``check``, ``remove`` and ``policy``.
 
 boto3 is imported only when one of them runs.
 """
@@ -6,14 +6,16 @@ boto3 is imported only when one of them runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from etrain_jupyter.errors import ConfigError, EtrainError, PoolError
 from etrain_jupyter.log.events import Event, GenerationReady, LogLine, StepCompleted, WorkerJoined
 from etrain_jupyter.notebook.commands.arguments import Spelling, StoreCount, one_of
+from etrain_jupyter.notebook.commands.subcommands import Surface
 from etrain_jupyter.notebook.job.training_job import TrainingJob
+from etrain_jupyter.plugins.ec2 import clusters
 from etrain_jupyter.pools.catalog import read_catalog
 from etrain_jupyter.pools.registry import get_pool
 
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
 STEPS_S = 300.0
 """Time for warming up and training one step, in addition to ``lifetime.boot``."""
 
+WORDS = {
+    "action": ("check", "init", "policy", "remove"),
+    "head": ("notebook", "on-demand"),
+}
+"""Accepted words by the name of the argument, for completion."""
+
 E = TypeVar("E", bound=Event)
 
 Word = Annotated[str | None, Spelling(metavar="NAME")]
@@ -33,18 +41,8 @@ Region = Annotated[str | None, Spelling(metavar="REGION")]
 File = Annotated[str | None, Spelling(metavar="FILE")]
 
 
-class Host(Protocol):
-    """Where the sub-command was typed: the part of ``Surface`` that these use."""
-
-    def say(self, line: str) -> None:
-        """Print one line immediately, while the sub-command continues."""
-
-    def submit(self, body: Mapping[str, Any]) -> TrainingJob:
-        """Submit a job, given as the keys of a cell."""
-
-
 def init(
-    surface: Host,
+    surface: Surface,
     pool: str,
     *,
     region: Region = None,
@@ -123,7 +121,7 @@ def init(
 
 
 def remove(
-    surface: Host,
+    surface: Surface,
     pool: str,
     *,
     region: Region = None,
@@ -163,7 +161,7 @@ def remove(
     )
 
 
-def check(surface: Host, pool: str, *, no_boot: bool = False) -> str:
+def check(surface: Surface, pool: str, *, no_boot: bool = False) -> str:
     """Prove that a pool works: train one step on one node.
 
     Args:
@@ -196,10 +194,37 @@ def check(surface: Host, pool: str, *, no_boot: bool = False) -> str:
         return _boot(surface, pool, spec, record)
 
 
+def reap(
+    surface: Surface, cluster: str | None = None, *, all: bool = False, region: str | None = None
+) -> str:
+    """Remove leftover resources of dead clusters on EC2, found by their tags.
+
+    Args:
+        cluster: Id of a cluster; by default all clusters that have expired.
+        all: Also clusters that have not expired; their users lose the machines.
+
+    Example:
+        reap --all
+    """
+    return clusters.reap(cluster, all_clusters=all, region=region)
+
+
+def policy(surface: Surface, pool: str | None = None) -> str:
+    """Print the IAM policies that a pool needs.
+
+    Args:
+        pool: Name of the pool; by default the only one of kind aws-spot.
+
+    Example:
+        pools policy spot
+    """
+    return clusters.policies(pool)
+
+
 # --- booting one node ---
 
 
-def _boot(surface: Host, name: str, spec: AwsSpotSpec, record: CheckRecord) -> str:
+def _boot(surface: Surface, name: str, spec: AwsSpotSpec, record: CheckRecord) -> str:
     """Train one step on one node, and shut the cluster down; return a table of the phases."""
     from etrain_jupyter.plugins.ec2.account.boot import (
         forget_probe,

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from etrain_jupyter.display.numbers import counted
 from etrain_jupyter.errors import EtrainError
-from etrain_jupyter.notebook.commands.doctor import Finding, number_of, version_of
+from etrain_jupyter.notebook.commands.doctor import Finding, version_of
 from etrain_jupyter.plugins.ec2.clusters import aws_specs
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.catalog import PoolEntry
@@ -92,8 +93,8 @@ def _describe_cluster(region: str, cluster: str, resources: list[Tagged]) -> Fin
     num_machines = sum(one.kind == "instance" for one in resources)
     usd = sum(one.usd_per_h or 0.0 for one in resources)
     rest = len(resources) - num_machines
-    what = f"cluster {cluster} on EC2 in {region}: {number_of(num_machines, 'machine')}, "
-    what += f"{number_of(rest, 'other resource')}, ${usd:.3g}/h"
+    what = f"cluster {cluster} on EC2 in {region}: {counted(num_machines, 'machine')}, "
+    what += f"{counted(rest, 'other resource')}, ${usd:.3g}/h"
     # An expired cluster should have shut itself down; until it does, it wastes money.
     if all(one.is_expired for one in resources):
         return Finding(state="wrong", what=f"{what}; has expired", remedy="%etrain reap ends it")

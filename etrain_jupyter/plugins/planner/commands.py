@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.notebook.commands.arguments import Number, Seconds, Spelling, StoreCount
-from etrain_jupyter.notebook.commands.subcommands import Surface
+from etrain_jupyter.notebook.commands.subcommands import CellSurface, Surface
 from etrain_jupyter.plugins.ec2.type_table import MACHINE_TYPES
 from etrain_jupyter.plugins.planner.planning.line import types_of
 from etrain_jupyter.plugins.planner.planning.of_job import plan as make_plan
@@ -63,7 +63,7 @@ def plan(
     return surface.show_result(made)
 
 
-def plan_cell(surface: Surface, line: str, body: str, **values: Any) -> str:
+def plan_cell(surface: CellSurface, line: str, body: str, **values: Any) -> str:
     """Profile a cell for at most a minute, and plan its whole job."""
     named = values.pop("job")
     if named is not None:

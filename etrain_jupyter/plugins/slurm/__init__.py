@@ -17,7 +17,6 @@ PLUGIN = Plugin(
             prefix="slurm",
             of_cluster=f"{_HERE}.client.pool:SlurmPool.of_cluster",
             down_s=240.0,  # jobs save their checkpoints, and leave the queue
-            check=f"{_HERE}.client.doctor:check",
         )
     }
 )

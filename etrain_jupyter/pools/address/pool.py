@@ -141,6 +141,9 @@ class AddressPool:
         tls = {kind: str(folder / Path(path).expanduser()) for kind, path in files.items()}
         return cls(spec.address, tls=tls, min_version=spec.tls.min_version)
 
+    def check_machine(self) -> None:
+        """Do nothing: the pool needs nothing on this machine."""
+
     def up(self) -> SchedulerAddress:
         """Install the plugins on the scheduler and its workers, unless they are already installed.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from etrain_jupyter.display.numbers import counted
 from etrain_jupyter.pools.base import CostReport
 from etrain_jupyter.pools.detached import DetachedPool
 from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs, remove_stale
@@ -30,11 +31,6 @@ class LocalPool(DetachedPool):
     ) -> None:
         super().__init__(name="local", prefix=local_prefix(), cluster_id=cluster_id)
         self._settings = settings
-
-    @classmethod
-    def of_cluster(cls, cluster: ClusterDir) -> LocalPool:
-        """Return the pool of a cluster that has a folder on this machine."""
-        return cls(cluster_id=cluster.cluster_id)
 
     def settings(self) -> ClusterSettings:
         """Return the settings for a new cluster."""
@@ -99,7 +95,7 @@ def describe_load(facts: ClusterFacts) -> str:
     '1 worker, no job, idle for 7 s'
     """
     num_workers, num_jobs = facts.workers, facts.jobs
-    workers = f"{num_workers} worker" + ("" if num_workers == 1 else "s")
+    workers = counted(num_workers, "worker")
     if not num_jobs:
         return f"{workers}, no job, idle for {facts.idle_s:.0f} s"
-    return f"{workers}, {num_jobs} job" + ("" if num_jobs == 1 else "s")
+    return f"{workers}, {counted(num_jobs, 'job')}"

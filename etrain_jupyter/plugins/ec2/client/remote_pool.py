@@ -27,6 +27,8 @@ from etrain_jupyter.plugins.ec2.client.head_link import (
 )
 from etrain_jupyter.plugins.ec2.client.pool import HEAD_ELSEWHERE, NODES, AwsSpotPool
 from etrain_jupyter.plugins.ec2.client.tunnel import find_command, open_tunnel
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
+from etrain_jupyter.pools.catalog import PoolEntry
 from etrain_jupyter.pools.detached import START_S
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
@@ -250,3 +252,14 @@ class AwsRemotePool(AwsSpotPool):
                     f"{console_tail(clients.ec2, instance)}"
                 )
             time.sleep(min(1.0, self.spec.tick))
+
+
+def from_entry(entry: PoolEntry) -> AwsSpotPool:
+    """Return the pool of an entry, whether its scheduler runs here or on its own machine.
+
+    Raises:
+        ConfigError: If a key is invalid, with its position in the file.
+    """
+    spec = entry.read_as(AwsSpotSpec)
+    kind = AwsSpotPool if spec.head == "notebook" else AwsRemotePool
+    return kind(entry.name, spec)

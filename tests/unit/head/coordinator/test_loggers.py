@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.head.jobs import loggers
+from etrain_jupyter.head.jobs import hosted_job
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 
@@ -19,7 +19,7 @@ Started = list[tuple[str, Mapping[str, Any], Path, Callable[[str], None]]]
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     calls: Started = []
-    monkeypatch.setattr(loggers, "follow_elsewhere", lambda *call: calls.append(call))
+    monkeypatch.setattr(hosted_job, "follow_elsewhere", lambda *call: calls.append(call))
     return calls
 
 
