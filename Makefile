@@ -92,7 +92,7 @@ endurance: $(TEST) $(ENCODER) ## Run the long tests: 500 fault schedules, 1,000 
 	$(BIN)/python -m pytest --hypothesis-profile=random tests/unit tests/contract $(ARGS)
 
 gpu: $(TEST) ## Run everything that needs a GPU, and write .demo/gpu/report.md (without a GPU: ARGS=--stand-in)
-	$(BIN)/python -m benchmarks.gpu_report --output .demo/gpu $(ARGS)
+	$(BIN)/python -m benchmarks.steps.gpu_report --output .demo/gpu $(ARGS)
 
 lint: $(TEST) ## Check style, types and import rules; with Node.js, also run ESLint and Prettier
 	$(BIN)/ruff check .

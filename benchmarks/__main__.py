@@ -4,87 +4,70 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from benchmarks import (
-    account,
-    accounting,
-    aggregation,
-    boot,
-    bundle,
-    checkpoint,
-    churn,
-    code_table,
-    dashboard,
-    diagnose,
-    forming,
-    gpu,
-    log,
-    ours,
-    paired,
-    plan,
-    policies,
-    pretraining,
-    recovery,
-    report,
-    reproducible,
-    restore,
-    scale,
-    scores,
-    search,
-    shards,
-    shuffle,
-    sizing,
-    spot,
-    squad,
-    starts,
-    steady,
-    stream,
-    sums,
-    uneven,
-    vision,
-    zero,
-)
+from benchmarks.common import ours, report
+
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "steps": (
+        "steady",
+        "paired",
+        "aggregation",
+        "sums",
+        "reproducible",
+        "gpu",
+        "zero",
+        "accounting",
+        "uneven",
+    ),
+    "faults": (
+        "recovery",
+        "forming",
+        "starts",
+        "churn",
+        "restore",
+    ),
+    "scale": ("scale",),
+    "cloud": (
+        "boot",
+        "account",
+        "spot",
+    ),
+    "storage": (
+        "log",
+        "checkpoint",
+        "bundle",
+        "shards",
+        "scores",
+        "shuffle",
+    ),
+    "screen": (
+        "stream",
+        "dashboard",
+    ),
+    "advice": (
+        "policies",
+        "sizing",
+        "plan",
+        "diagnose",
+    ),
+    "models": (
+        "search",
+        "squad",
+        "pretraining",
+        "vision",
+    ),
+}
+"""Names of the benchmarks; ``steps/steady.py`` is the benchmark ``steady``."""
 
 BENCHMARKS: dict[str, ModuleType] = {
-    "steady": steady,
-    "paired": paired,
-    "aggregation": aggregation,
-    "recovery": recovery,
-    "forming": forming,
-    "sums": sums,
-    "scale": scale,
-    "starts": starts,
-    "boot": boot,
-    "account": account,
-    "churn": churn,
-    "reproducible": reproducible,
-    "gpu": gpu,
-    "zero": zero,
-    "restore": restore,
-    "log": log,
-    "checkpoint": checkpoint,
-    "bundle": bundle,
-    "stream": stream,
-    "shards": shards,
-    "scores": scores,
-    "shuffle": shuffle,
-    "dashboard": dashboard,
-    "spot": spot,
-    "policies": policies,
-    "sizing": sizing,
-    "plan": plan,
-    "diagnose": diagnose,
-    "accounting": accounting,
-    "search": search,
-    "uneven": uneven,
-    "code": code_table,
-    "squad": squad,
-    "pretraining": pretraining,
-    "vision": vision,
-}
+    name: import_module(f"benchmarks.{folder}.{name}")
+    for folder, names in FOLDERS.items()
+    for name in names
+} | {"code": import_module("benchmarks.code_table")}
 
 APART = frozenset({"code", "gpu", "squad", "pretraining", "vision"})
 """Excluded from ``all``: ``code`` measures no time, ``gpu`` belongs to ``make gpu``, and ``squad``,

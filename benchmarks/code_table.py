@@ -33,7 +33,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
 from benchmarks.code_samples import (
     Text,
     draw,
@@ -43,6 +42,7 @@ from benchmarks.code_samples import (
     is_docstring,
     sentences,
 )
+from benchmarks.common import report
 
 Graph = Mapping[str, set[str]]
 """The units that each unit imports, by name."""

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.common.workloads import LARGE_MODELS, LEARNING_RATE, MOMENTUM, make_images
 from benchmarks.peers.ddp_train import index_batches
-from benchmarks.workloads import LARGE_MODELS, LEARNING_RATE, MOMENTUM, make_images
 
 State = dict[str, Any]
 

@@ -26,8 +26,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from benchmarks.gate import gated_loss
-from benchmarks.workloads import (
+from benchmarks.common.gate import gated_loss
+from benchmarks.common.workloads import (
     GLOBAL_BATCH_SIZE,
     LEARNING_RATE,
     MODELS,
@@ -66,7 +66,7 @@ def task_of(
 ) -> tuple[Callable[[], nn.Module], Iterator[Batch]]:
     """Return the function that builds the model, and this rank's batches."""
     if options.workload == PHOTOS:
-        from benchmarks import photos
+        from benchmarks.common import photos
 
         loaded = loader_batches(photos.Photos(), options.num_workers, photos.collate)
         return photos.build, ((some.to(device), wanted.to(device)) for some, wanted in loaded)

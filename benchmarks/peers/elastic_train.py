@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.common.step_log import BEGUN, COMMITTED, StepLog
 from benchmarks.peers.training import Task, Trainee, save_checkpoint, share_of
-from benchmarks.step_log import BEGUN, COMMITTED, StepLog
 
 
 def main() -> None:

@@ -28,9 +28,9 @@ from ray.train import (
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 from torch import nn
 
+from benchmarks.common.step_log import BEGUN, COMMITTED, StepLog
 from benchmarks.peers.elastic_train import agree_on_attempt
 from benchmarks.peers.training import Task, Trainee, save_checkpoint, share_of
-from benchmarks.step_log import BEGUN, COMMITTED, StepLog
 
 OBJECT_STORE_BYTES = 100 * 2**20
 RESIZE_INTERVAL_S = 5.0

@@ -19,7 +19,7 @@ import torch
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
-from benchmarks import search_work
+from benchmarks.models import search_work
 
 NUM_TRIALS_AT_ONCE = 2
 OBJECT_STORE_BYTES = 100 * 2**20

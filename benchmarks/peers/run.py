@@ -17,8 +17,8 @@ from typing import Self
 
 import psutil
 
+from benchmarks.common.step_log import Execution, History, LogReader
 from benchmarks.peers.training import Task
-from benchmarks.step_log import Execution, History, LogReader
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "ETRAIN_BENCHMARK_RUN"

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Sampler, default_collate
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.squad_work import Task, load_encoder, make_features, read_task
+from benchmarks.models.squad_work import Task, load_encoder, make_features, read_task
 from etrain_jupyter.rules.samples.ledger import epoch_order
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
+from benchmarks.common.step_log import BEGUN, COMMITTED, UNDONE, StepLog
 from benchmarks.peers.training import Task, Trainee, save_checkpoint, share_of
-from benchmarks.step_log import BEGUN, COMMITTED, UNDONE, StepLog
 
 
 def main() -> None:

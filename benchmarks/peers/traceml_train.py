@@ -15,7 +15,7 @@ import traceml_ai as traceml
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.diagnosed_jobs import BODY, CROSS_ENTROPY, JOBS, build
+from benchmarks.advice.diagnosed_jobs import BODY, CROSS_ENTROPY, JOBS, build
 
 SECONDS = 12.0
 """Duration of the training."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.workloads import (
+from benchmarks.common.workloads import (
     GLOBAL_BATCH_SIZE,
     LEARNING_RATE,
     MODELS,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page, expect
 
-from benchmarks import log
+from benchmarks.storage import log
 from etrain_jupyter.notebook.job.run_store import RunStore
 from tests.browser.lab import Lab, Notebook
 from tests.browser.test_dashboard import SET_UP, shoot, step_of, wait_for_step

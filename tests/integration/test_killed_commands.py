@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.account import STAGES, UPLOAD, Stage, killed_and_run_again
-from benchmarks.empty_account import User, user_of
+from benchmarks.cloud.account import STAGES, UPLOAD, Stage, killed_and_run_again
+from benchmarks.cloud.empty_account import User, user_of
 from etrain_jupyter.plugins.ec2.simulator import FakeAws
 from etrain_jupyter.storage.objects import bucket_owners
 from tests.capabilities import LONG, long

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 MAX_BYTES = 2 << 20
 """Maximum number of bytes that a rank sends by doubling. For larger tensors, the bandwidth counts
-more than the number of messages (``benchmarks/README.md``, ``sums``)."""
+more than the number of messages (``docs/benchmarks/steps.md``, ``sums``)."""
 
 
 def num_rounds(num_bytes: float, world_size: int) -> int:

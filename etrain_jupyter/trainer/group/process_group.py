@@ -1,6 +1,6 @@
 """Process group of one rank in one generation, formed and broken within a running process.
 
-The design of this file is based on three measurements (see ``benchmarks/README.md``):
+The design of this file is based on three measurements (see ``docs/benchmarks/steps.md``):
 
 * No torch call unblocks a gloo collective with a silent peer; only the group's own timeout does.
   Shutting down the sockets of the group's device unblocks it within milliseconds. So each

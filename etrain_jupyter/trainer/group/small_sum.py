@@ -2,9 +2,9 @@
 
 gloo's all-reduce is a ring: its number of messages grows with the number of ranks, whatever the
 size of the tensor, and a message costs more than sending a hundred kilobytes (the figures are in
-``benchmarks/README.md``, ``sums``). Recursive doubling needs ``log2(W)`` messages per rank, each of
-the whole tensor (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations
-in MPICH", 2005, section 4.5).
+``docs/benchmarks/steps.md``, ``sums``). Recursive doubling needs ``log2(W)`` messages per rank,
+each of the whole tensor (Thakur, Rabenseifner, Gropp, "Optimization of collective communication
+operations in MPICH", 2005, section 4.5).
 
 Shapes: ``W`` ranks.
 """

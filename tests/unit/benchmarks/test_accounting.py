@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accounting, accounting_job, report
+from benchmarks.common import report
+from benchmarks.steps import accounting, accounting_job
 from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 
 

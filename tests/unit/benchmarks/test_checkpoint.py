@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.checkpoint import NUM_WARM, cost_of, counted
+from benchmarks.storage.checkpoint import NUM_WARM, cost_of, counted
 
 
 def test_start_up_and_the_last_incomplete_interval_are_discarded() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.diagnose import error_of, limited, row_of
-from benchmarks.diagnosed_jobs import BODY, JOBS
+from benchmarks.advice.diagnose import error_of, limited, row_of
+from benchmarks.advice.diagnosed_jobs import BODY, JOBS
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.insight.diagnosis.step_parts import CAUSES
 

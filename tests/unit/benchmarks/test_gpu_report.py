@@ -3,7 +3,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks.gpu_report import CHECKS, Check, Result, run, text_of, why_not_run
+from benchmarks.steps.gpu_report import CHECKS, Check, Result, run, text_of, why_not_run
 
 CHECK = Check(name="two GPUs", command=(sys.executable, "-c", "print('trained')"), num_gpus=2)
 

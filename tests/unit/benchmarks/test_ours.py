@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ours
+from benchmarks.common import ours
 
 CHILD = """
 import signal, sys, time

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gate
-from benchmarks.gate import Gate, RankGate
-from benchmarks.paired import Block, figures_of
+from benchmarks.common import gate
+from benchmarks.common.gate import Gate, RankGate
+from benchmarks.steps.paired import Block, figures_of
 
 
 def test_ranks_train_the_granted_steps_and_wait(

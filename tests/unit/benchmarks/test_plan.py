@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from benchmarks import plan
+from benchmarks.advice import plan
 from etrain_jupyter.plugins.planner.planning.measured import read_measured
 from etrain_jupyter.process.processes import num_usable_cores
 from etrain_jupyter.rules.policy.step_time import Placement, StepPoint

@@ -3,7 +3,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import policies
+from benchmarks.advice import policies
 
 
 def test_absent_traces_are_skipped_with_a_reason_and_others_are_compared(tmp_path: Path) -> None:

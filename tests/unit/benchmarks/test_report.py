@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import churn, recovery, report, steady
+from benchmarks.common import report
+from benchmarks.faults import churn, recovery
+from benchmarks.faults.recovery_ours import stall_summary
 from benchmarks.peers import systems
-from benchmarks.recovery_ours import stall_summary
+from benchmarks.steps import steady
 
 
 def test_p95_is_a_measured_value() -> None:

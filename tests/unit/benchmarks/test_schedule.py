@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.schedule import kill_schedule
+from benchmarks.common.schedule import kill_schedule
 
 
 def test_kills_are_spread_over_the_run_and_over_the_checkpoint_interval() -> None:

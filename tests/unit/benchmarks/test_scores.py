@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import scores
+from benchmarks.storage import scores
 from etrain_jupyter.log.exhibits import parse_exhibit
 
 

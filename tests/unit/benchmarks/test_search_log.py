@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.search_log import moves_of, utilization_of
+from benchmarks.models.search_log import moves_of, utilization_of
 from etrain_jupyter.log import events as e
 from tests.unit.log.spent import NOTHING_ELSE, PLAIN_STEP
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.search_simulated import simulate_asha
+from benchmarks.models.search_simulated import simulate_asha
 
 
 def test_trials_that_are_poorer_than_the_first_end_at_the_first_rung() -> None:

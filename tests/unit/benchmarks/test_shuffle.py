@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.shuffle import EPOCHS, FULL, ROWS, batch_variance, neighbor_correlation, orders_of
+from benchmarks.storage.shuffle import (
+    EPOCHS,
+    FULL,
+    ROWS,
+    batch_variance,
+    neighbor_correlation,
+    orders_of,
+)
 
 NUM_BLOCKS = 16
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import sizing
+from benchmarks.advice import sizing
 
 
 def test_job_that_scales_badly_has_a_smaller_product_of_time_and_cost_by_goodput(

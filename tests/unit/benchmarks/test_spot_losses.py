@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.spot_losses import (
+from benchmarks.cloud.spot_losses import (
     CAUSES,
     DayMachine,
     DayRecord,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.spot_money import day_usd
+from benchmarks.cloud.spot_money import day_usd
 from etrain_jupyter.plugins.ec2.simulator.bill import Bill, BillRow
 
 

@@ -6,8 +6,8 @@ import statistics
 
 import pytest
 
-from benchmarks.spot_simulated import MINUTES, Pace, simulate_day, trace_of
-from benchmarks.spot_trace import Change, make_day
+from benchmarks.cloud.spot_simulated import MINUTES, Pace, simulate_day, trace_of
+from benchmarks.cloud.spot_trace import Change, make_day
 from etrain_jupyter.plugins.planner.simulation.trace import SpotTrace
 
 DAY = (

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from benchmarks.spot_trace import HOUR_S, Change, make_day
+from benchmarks.cloud.spot_trace import HOUR_S, Change, make_day
 
 ZONES = ("a", "b")
 DAYS = [make_day(seed=seed, zones=ZONES, num_nodes=12) for seed in range(60)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import pretraining, squad
+from benchmarks.models import pretraining, squad
 
 
 def test_table_has_the_mean_and_the_deviation_over_seeds() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.step_log import (
+from benchmarks.common.step_log import (
     BEGUN,
     COMMITTED,
     UNDONE,
@@ -135,8 +135,8 @@ def test_ranks_share_the_samples_of_a_step_without_overlap(world_size: int) -> N
 
 
 def test_epoch_contains_every_sample_once() -> None:
+    from benchmarks.common.workloads import NUM_SAMPLES
     from benchmarks.peers.training import BATCHES_PER_EPOCH, batch_of
-    from benchmarks.workloads import NUM_SAMPLES
 
     epoch = [i for step in range(1, BATCHES_PER_EPOCH + 1) for i in batch_of(step)]
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from benchmarks.stream import delays
+from benchmarks.screen.stream import delays
 
 
 def test_delay_of_a_step_ends_with_the_first_frame_that_shows_it() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.timeline import PHASES, recovery, stalls
+from benchmarks.common.timeline import PHASES, recovery, stalls
 from etrain_jupyter.log.events import (
     Event,
     GenerationFormed,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import vision, vision_figure
+from benchmarks.models import vision, vision_figure
 from tests.capabilities import skip_without
 
 SEED = 3
@@ -53,8 +53,8 @@ def test_curve_is_the_mean_loss_over_equal_parts_of_the_samples() -> None:
 
 def test_emulated_run_equals_the_plain_loop_that_twelve_processes_reproduce() -> None:
     skip_without("torchvision")
-    from benchmarks.vision_emulated import run_emulated
-    from benchmarks.vision_work import VisionTask
+    from benchmarks.models.vision_emulated import run_emulated
+    from benchmarks.models.vision_work import VisionTask
     from tests.chaos.digits import digits, linear_factors, mlp, train_plainly
 
     def step(model: Any, batch: Any) -> torch.Tensor:
