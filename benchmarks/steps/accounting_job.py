@@ -27,9 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etrain_jupyter.trainer.gradients.step_header import StepHeader
-from etrain_jupyter.trainer.gradients.stopwatch import StepTimes, Stopwatch
-from etrain_jupyter.trainer.loop.rank_times import RankTimes
+from etrain_jupyter.trainer.rank_times import RankTimes
+from etrain_jupyter.trainer.times import StepTimes, Stopwatch
 
 FOLDER = "ACCOUNTING_FOLDER"
 """Variable with the folder for the results of the ranks."""
@@ -122,7 +121,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 _NO_CONTEXT = nullcontext()
 _NO_TIMES = StepTimes()
-_EMPTY: dict[tuple[type, str], Callable[..., Any] | property] = {
+_EMPTY: dict[tuple[type, str], Callable[..., Any]] = {
     (Stopwatch, "begin"): _nothing,
     (Stopwatch, "fetching"): lambda _: _NO_CONTEXT,
     (Stopwatch, "bucket_is_ready"): _nothing,
@@ -131,7 +130,6 @@ _EMPTY: dict[tuple[type, str], Callable[..., Any] | property] = {
     (Stopwatch, "times"): lambda _: _NO_TIMES,
     (RankTimes, "add_step"): _nothing,
     (RankTimes, "is_due"): lambda _, **__: False,
-    (StepHeader, "wait_s"): property(lambda _: 0.0),
 }
 _PARTS = {(owner, name): (vars(owner)[name], empty) for (owner, name), empty in _EMPTY.items()}
 _blocks = Blocks()

@@ -171,8 +171,7 @@ class Ours:
 
         from etrain_jupyter.config.schema import TrainConfig
         from etrain_jupyter.trainer.loop.train_loop import TrainLoop
-        from etrain_jupyter.trainer.schedule import WorkPlan
-        from etrain_jupyter.trainer.state.train_state import TrainState
+        from etrain_jupyter.trainer.state.train_state import TrainState, WorkPlan
         from etrain_jupyter.trainer.workload import build_workload
 
         self._rank, self._world_size = rank, world_size
@@ -249,7 +248,7 @@ class Ours:
         step = self._loop.step or NO_STEP
         plan = sync.agree(RankReport(step=step, spans=tuple(shards.spans)), is_restored=False)
         sync.divide(plan)
-        shards.begin(group)
+        shards.connect(group)
 
     def num_state_bytes(self) -> int:
         """Return the memory of the optimizer's state on this rank."""

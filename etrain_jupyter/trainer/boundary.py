@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from etrain_jupyter.trainer.group.process_group import RankGroup
-from etrain_jupyter.trainer.schedule import Mark
+from etrain_jupyter.trainer.state.train_state import Mark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,37 +20,24 @@ class Boundary:
     """True if all ranks agreed during the last step to write a checkpoint together."""
 
 
-class BoundaryHooks(Protocol):
-    """Methods that the training loop calls in the main thread, at step boundaries unless noted."""
+class BoundaryHooks:
+    """Methods that the training loop calls in the main thread, at step boundaries unless noted.
+
+    By default, they do nothing.
+    """
 
     def wants_save(self, before: Mark, after: Mark) -> bool:
         """Return True if rank 0 requests a joint checkpoint of the state after a step.
 
         Called on rank 0, within the step. Has no side effects.
         """
-        ...
-
-    def after_step(self, boundary: Boundary) -> None:
-        """Handle a committed step, for example by saving a checkpoint."""
-        ...
-
-    def after_eval(self, group: RankGroup) -> None:
-        """Handle an evaluation, or the start of a generation whose state has been evaluated."""
-        ...
-
-
-class NoHooks:
-    """No-op hooks; a base class for hooks that implement only some of the methods."""
-
-    def wants_save(self, before: Mark, after: Mark) -> bool:
-        """Return False: nothing is saved."""
         return False
 
     def after_step(self, boundary: Boundary) -> None:
-        """Do nothing."""
+        """Handle a committed step, for example by saving a checkpoint."""
 
     def after_eval(self, group: RankGroup) -> None:
-        """Do nothing."""
+        """Handle an evaluation, or the start of a generation whose state has been evaluated."""
 
 
-NO_HOOKS = NoHooks()
+NO_HOOKS = BoundaryHooks()

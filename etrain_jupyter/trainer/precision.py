@@ -11,11 +11,13 @@ checkpoints and state transfers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from etrain_jupyter.trainer.feature import Step, StepFeature
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.state.capture import Stateful
 
@@ -23,7 +25,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _HAS_NO_KERNEL = re.compile(r"not implemented for '(Half|BFloat16)'")
 
 
-class Precision:
+class Precision(StepFeature):
     """The precision of one trainer's computations.
 
     Args:
@@ -35,17 +37,19 @@ class Precision:
         self._dtype = _DTYPES.get(name)
         self._device_type = torch.device(device).type
         self._scaler = torch.amp.GradScaler(self._device_type) if name == "fp16" else None
+        self.is_scaled = self._scaler is not None
+        """True if the loss is scaled."""
+        self.autocast: Callable[[], contextlib.AbstractContextManager[object]] = (
+            contextlib.nullcontext
+            if self._dtype is None
+            else functools.partial(torch.autocast, self._device_type, dtype=self._dtype)
+        )
+        """Returns the context of a forward pass and its loss."""
 
     @property
     def extras(self) -> Mapping[str, Stateful]:
         """Return the stateful components to checkpoint: the scaler, if there is one."""
         return {} if self._scaler is None else {"scaler": self._scaler}
-
-    def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context of a forward pass and its loss."""
-        if self._dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self._device_type, dtype=self._dtype)
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -72,10 +76,10 @@ class Precision:
         scaled: torch.Tensor = self._scaler.scale(loss)
         return scaled
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_update(self, step: Step) -> None:
         """Divide the summed gradients by the loss scale, before they are clipped or applied."""
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
+        if self._scaler is not None and step.is_updated:
+            self._scaler.unscale_(step.optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Update the weights; return False if the gradients were not finite and nothing changed."""
@@ -88,7 +92,7 @@ class Precision:
         # The scaler does not report a skipped update, but it lowers the scale only in that case.
         return self._scaler.get_scale() >= before
 
-    def undo(self) -> None:
+    def undo(self, step: Step) -> None:
         """Reset the scaler after a step that is undone; keep the loss scale."""
         # Only ``update`` would reset the scaler, and without a reset, the scaler refuses to unscale
         # again.

@@ -49,7 +49,7 @@ class StartingPeers(Peers, Protocol):
 
 
 class Watch(Protocol):
-    """Measures the parts of a step, see ``gradients.stopwatch.Stopwatch``."""
+    """Measures the parts of a step, see ``times.Stopwatch``."""
 
     def exchanging(self) -> contextlib.AbstractContextManager[None]:
         """Measure an exchange."""

@@ -35,13 +35,14 @@ from etrain_jupyter.trainer.micro_batch import (
     largest_fit,
     memory_of,
 )
+from etrain_jupyter.trainer.objective.measures import Pass
 from etrain_jupyter.trainer.objective.one_pass import eval_mode
 from etrain_jupyter.trainer.prefetch import to_device
 from etrain_jupyter.trainer.references import WorkloadError
-from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.scoring.records import pack_records
 from etrain_jupyter.trainer.seeds import seeded
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
+from etrain_jupyter.trainer.state.train_state import WorkPlan
 from etrain_jupyter.trainer.trial_checks import (
     MAX_CUT,
     Cut,
@@ -53,7 +54,7 @@ from etrain_jupyter.trainer.trial_checks import (
     parameters_left_out,
     parameters_outside,
 )
-from etrain_jupyter.trainer.workload import Pass, Workload
+from etrain_jupyter.trainer.workload import Workload
 from etrain_jupyter.wire.messages import TextLogged, WarmUpBegun
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.data import SampleSource, open_samples
 from etrain_jupyter.trainer.devices import compute_deterministically
-from etrain_jupyter.trainer.objective.measures import Measures, Portion, share_of_loss
+from etrain_jupyter.trainer.objective.measures import Measures, Pass, Portion, share_of_loss
 from etrain_jupyter.trainer.objective.one_pass import (
     LossOfOutput,
     Objective,
@@ -34,18 +34,6 @@ from etrain_jupyter.trainer.state.capture import Stateful
 from etrain_jupyter.trainer.state.parts import AVERAGE
 from etrain_jupyter.trainer.state.weight_average import WeightAverage
 from etrain_jupyter.trainer.sync_batchnorm import SyncedNorms
-
-
-class Pass(NamedTuple):
-    """Result of one batch."""
-
-    loss: torch.Tensor
-    """The batch's share of the mean loss, a scalar to differentiate."""
-    shares: list[torch.Tensor]
-    """The batch's shares of the other means, scalars; see ``Measures``."""
-    output: Any
-    """The model's output; None if the notebook defines ``step``."""
-    target: Any
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,3 +135,24 @@ def share_range(num_samples: int, rank: int, world_size: int) -> range:
     share, left_over = divmod(num_samples, world_size)
     first = rank * share + min(rank, left_over)
     return range(first, first + share + (rank < left_over))
+
+
+class PassSamples(NamedTuple):
+    """Samples that go through the model in one pass."""
+
+    samples: range
+    """Offsets within the step."""
+    stream: int
+    """The rank or shard that it belongs to and whose random numbers it uses."""
+    number: int
+    """Index within that rank's or shard's micro-batches, from 0."""
+
+
+def split_share(share: range, num_parts: int, *, stream: int) -> list[PassSamples]:
+    """Split a share into at most ``num_parts`` micro-batches, none of them empty."""
+    parts, start = [], share.start
+    for number, count in enumerate(share_samples(len(share), num_parts)):
+        if count:
+            parts.append(PassSamples(range(start, start + count), stream, number))
+        start += count
+    return parts

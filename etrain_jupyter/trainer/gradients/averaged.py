@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,15 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from etrain_jupyter.rules.samples import batch_plan
 from etrain_jupyter.rules.samples.balance import Balance
+from etrain_jupyter.rules.samples.batch_plan import PassSamples, split_share
 from etrain_jupyter.rules.samples.ledger import StepRange
 from etrain_jupyter.rules.samples.shard_plan import Merge
-from etrain_jupyter.trainer.gradients.comm_hook import CommHook
-from etrain_jupyter.trainer.gradients.step import PassSamples, Step, split_share
-from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
+from etrain_jupyter.trainer.feature import Step
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
 from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.sync_batchnorm import SyncedNorms
+from etrain_jupyter.trainer.times import Stopwatch
 
 # Disables DDP's own synchronization of buffers, because ``_start_moves`` averages them. torch 2.13
 # renamed the flag.
@@ -30,6 +31,21 @@ _NO_BUFFER_SYNC: dict[str, Any] = (
     if "forward_sync_buffers" in _DDP_FLAGS
     else {"broadcast_buffers": False}
 )
+
+
+MAX_SHARES = 16
+"""Number of plans for steps of different sizes or speeds that are kept."""
+
+
+class _Share(NamedTuple):
+    """The shares of a step of one size."""
+
+    counts: tuple[int, ...]
+    """Samples of each rank."""
+    parts: list[PassSamples]
+    """Passes of this rank, the borrowed ones last."""
+    num_own: int
+    """Number of passes that count."""
 
 
 class AveragedGradients:
@@ -43,7 +59,7 @@ class AveragedGradients:
         global_batch_size: Samples of a full step.
         micro_batch_size: Maximum number of samples per pass; None for no limit.
         num_passes: Minimum number of passes per share, with one exchange after the last pass.
-        compression: Compression of the gradients, see ``comm_hook.compressed``.
+        compression: Compression of the gradients, see ``compression.compressed``.
         measures_noise: Set ``mean_of_squares`` in each full step.
         by_speed: Share the samples by the measured speeds of the ranks.
         norms: The BatchNorm layers to synchronize; None without ``sync_batchnorm``.
@@ -83,7 +99,7 @@ class AveragedGradients:
         self._num_passes = num_passes
         # BatchNorm rejects a single sample, so a share has at least two where possible.
         self._min_share = min(2, max(1, global_batch_size // group.world_size))
-        self._balance = (
+        self.balance = (
             Balance(group.world_size, batch_size=global_batch_size, min_share=self._min_share)
             if by_speed and group.world_size > 1
             else None
@@ -94,10 +110,11 @@ class AveragedGradients:
         # orders.
         self.overlaps_device = norms is None and not has_unused and compression != "powersgd"
         self._num_steps = 0
+        self._shares: dict[tuple[int, tuple[float, ...] | None], _Share] = {}
 
     def counts(self, span: StepRange) -> tuple[int, ...]:
         """Return the number of samples of each rank."""
-        return self._plan_of(span).counts
+        return self._share_of(span).counts
 
     def parts(self, span: StepRange) -> list[PassSamples]:
         """Return the micro-batches of this rank's share, and those that it borrows.
@@ -106,20 +123,40 @@ class AveragedGradients:
         pass on every rank. With synchronized BatchNorm, every rank runs as many passes as the rank
         with the largest share. Borrowed passes do not count.
         """
-        plan, rank = self._plan_of(span), self._group.rank
-        own = self._parts_of(plan, rank)
+        return self._share_of(span).parts
+
+    def _share_of(self, span: StepRange) -> _Share:
+        # Nearly all steps have the same size.
+        key = span.samples, self.balance.speeds if self.balance is not None else None
+        if (share := self._shares.get(key)) is None:
+            if len(self._shares) >= MAX_SHARES:
+                self._shares.clear()
+            share = self._shares[key] = self._plan_share(*key)
+        return share
+
+    def _plan_share(self, count: int, speeds: tuple[float, ...] | None) -> _Share:
+        plan = batch_plan.plan_step(
+            count=count,
+            world_size=self._group.world_size,
+            micro_batch_size=self._micro_batch_size,
+            min_share=self._min_share,
+            num_passes=self._num_passes,
+            speeds=speeds,
+        )
+        own = self._parts_of(plan, self._group.rank)
         is_equal = self._norms is not None
         if own and not is_equal:
-            return own
+            return _Share(plan.counts, own, len(own))
         # In even shares, rank 0.
         most = self._parts_of(plan, plan.counts.index(max(plan.counts)))
-        return own + most[len(own) : len(most) if is_equal else 1]
+        parts = own + most[len(own) : len(most) if is_equal else 1]
+        return _Share(plan.counts, parts, len(own))
 
     def _parts_of(self, plan: batch_plan.StepPlan, rank: int) -> list[PassSamples]:
         start = plan.starts[rank]
         share = range(start, start + plan.counts[rank])
         num_parts = plan.num_micro_steps
-        if self._balance is not None and self._norms is None:
+        if self.balance is not None and self._norms is None:
             # A slow rank with a small share needs fewer passes than the others. Passes of a few
             # samples would make it even slower. (Synchronized BatchNorm needs the same number.)
             num_parts = batch_plan.count_passes(
@@ -129,23 +166,6 @@ class AveragedGradients:
                 num_passes=self._num_passes,
             )
         return split_share(share, num_parts, stream=rank)
-
-    def _plan_of(self, span: StepRange) -> batch_plan.StepPlan:
-        return batch_plan.plan_step(
-            count=span.samples,
-            world_size=self._group.world_size,
-            micro_batch_size=self._micro_batch_size,
-            min_share=self._min_share,
-            num_passes=self._num_passes,
-            speeds=self._balance.speeds if self._balance is not None else None,
-        )
-
-    def rebalance(self, step: Step) -> bool:
-        """Observe the ranks' times per sample; return True if the shares change."""
-        header = step.header
-        return self._balance is not None and self._balance.observe(
-            header.costs_s, header.cost_errors
-        )
 
     def compute(self, step: Step) -> None:
         """Run this rank's micro-batches; the last backward pass sums over the ranks."""
@@ -157,13 +177,11 @@ class AveragedGradients:
         #
         # On a GPU, this thread only queues the passes, and the exchange thread waits for the
         # values of the header and of the running buffers.
-        plan = self._plan_of(step.span)
-        count = plan.counts[self._group.rank]
+        counts, parts, num_own = self._share_of(step.span)
+        count = counts[self._group.rank]
         self._group.contributes = count > 0
         self._agree_on_buckets()
         seed_all(step.job_seed, step=step.number, rank=self._group.rank)
-        parts = self.parts(step.span)
-        num_own = len(self._parts_of(plan, self._group.rank))
         with contextlib.ExitStack() as stack:
             if self._norms is not None:
                 stack.enter_context(self._norms.over(self._group, step.watch))
@@ -267,3 +285,54 @@ def _wrap(model: nn.Module, group: RankGroup, has_unused: bool, hook: CommHook) 
     # A lambda has no annotations. torch requires annotations to be classes, but ours are strings.
     module.register_comm_hook(None, lambda _, bucket: hook(bucket))
     return module
+
+
+class CommHook:
+    """Measure and send buckets of gradients.
+
+    Args:
+        compression: ``none``, ``bf16``, ``fp16`` or ``powersgd``.
+        watch: Records when a bucket is ready; after the last bucket the backward pass is complete.
+        measures_squares: Measure the squared norm of this rank's own gradient.
+    """
+
+    def __init__(
+        self, group: RankGroup, *, compression: str, watch: Stopwatch, measures_squares: bool
+    ) -> None:
+        self._send: Callable[[Any], torch.futures.Future[torch.Tensor]] = group.ddp_hook
+        if compression != "none":
+            from etrain_jupyter.trainer.gradients.compression import compressed
+
+            self._send = compressed(group, compression)
+        self._watch = watch
+        self._measures_squares = measures_squares
+        self._squares: list[torch.Tensor] = []
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Start summing a bucket over the ranks."""
+        if self._measures_squares:
+            # Measure this before the sum overwrites this rank's gradient in place.
+            self._squares.append(_square(bucket.buffer()))
+        self._watch.bucket_is_ready()
+        return self._send(bucket)
+
+    def take_square_norm(self) -> float:
+        """Return the squared norm over the buckets since the last call."""
+        squares, self._squares = self._squares, []
+        return _sum(squares)
+
+
+def square_norm(tensors: Iterable[torch.Tensor]) -> float:
+    """Return the squared norm of tensors, taken as one vector."""
+    return _sum([_square(tensor) for tensor in tensors])
+
+
+def _square(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach()
+    # In fp16, the square of 256 overflows, so the norm is computed in float32.
+    norm: torch.Tensor = torch.linalg.vector_norm(values.float())
+    return norm.double().square()
+
+
+def _sum(squares: list[torch.Tensor]) -> float:
+    return float(torch.stack(squares).sum()) if squares else 0.0

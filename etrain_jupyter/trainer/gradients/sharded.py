@@ -19,16 +19,18 @@ import torch
 from torch import nn
 
 from etrain_jupyter.rules.samples import batch_plan, shard_plan
+from etrain_jupyter.rules.samples.balance import Balance
+from etrain_jupyter.rules.samples.batch_plan import PassSamples, split_share
 from etrain_jupyter.rules.samples.ledger import StepRange
 from etrain_jupyter.rules.samples.shard_plan import ShardPass, Subtree
+from etrain_jupyter.trainer.feature import Step
 from etrain_jupyter.trainer.gradients.bucket import make_buckets
 from etrain_jupyter.trainer.gradients.bucket_sums import BucketSums
-from etrain_jupyter.trainer.gradients.step import PassSamples, Step, split_share
-from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.gradients.tree_sum import TreeSum, merge
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
 from etrain_jupyter.trainer.seeds import seed_all
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
+from etrain_jupyter.trainer.times import Stopwatch
 
 
 class ShardedGradients:
@@ -44,6 +46,8 @@ class ShardedGradients:
         ConfigError: If there are more ranks than shards.
     """
 
+    balance: Balance | None = None
+    """The shards are the same for any speed of the ranks."""
     overlaps_device = False
     """Each shard's changes of the running buffers are copied to the host in any case."""
 
@@ -109,10 +113,6 @@ class ShardedGradients:
         """Return the micro-batches of this rank's shards; a shard without samples has none."""
         plan = self._plan_of(span)
         return [part for p in self._passes for part in self._parts_of(plan, p.shard)]
-
-    def rebalance(self, step: Step) -> bool:
-        """Return False: the shards are the same for any speed of the ranks."""
-        return False
 
     def _parts_of(self, plan: batch_plan.StepPlan, shard: int) -> list[PassSamples]:
         start = plan.starts[shard]

@@ -28,14 +28,14 @@ from etrain_jupyter.rules.samples.eval_parts import (
 )
 from etrain_jupyter.rules.samples.shard_plan import Subtree, shard_merges
 from etrain_jupyter.trainer.data import evaluation_share
-from etrain_jupyter.trainer.gradients.step_header import stack_means
 from etrain_jupyter.trainer.gradients.tree_sum import merge
 from etrain_jupyter.trainer.group.gathering import gather_bytes, gather_json
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.micro_batch import MicroBatch
 from etrain_jupyter.trainer.objective.whole_set import RunStates, compute_metrics
-from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.seeds import seed_all
+from etrain_jupyter.trainer.state.train_state import WorkPlan
+from etrain_jupyter.trainer.step_header import stack_means
 from etrain_jupyter.trainer.workload import Workload
 
 SHARE_BYTES = 64 << 20

@@ -12,10 +12,9 @@ from etrain_jupyter.trainer.group.gathering import gather_json
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.loop.evaluation import Evaluation, EvaluationResult
 from etrain_jupyter.trainer.micro_batch import MicroBatch
-from etrain_jupyter.trainer.schedule import Every
 from etrain_jupyter.trainer.scoring.score_process import Scorer
 from etrain_jupyter.trainer.scoring.set_scores import IsPending, SetScores
-from etrain_jupyter.trainer.state.train_state import ScorePass, TrainState
+from etrain_jupyter.trainer.state.train_state import Every, ScorePass, TrainState
 from etrain_jupyter.wire.messages import BestFound, EvalFinished
 
 
@@ -37,9 +36,11 @@ class Evaluations:
         self._evaluation = Evaluation(state.workload, state.config, state.plan, micro)
         self.every = Every(state.config.eval.every, state.plan, now=time.monotonic())
         """The interval of the evaluations."""
+        self.has_scores = state.config.eval.predict is not None
+        """True if the job has ``eval.score``."""
         self._scores: SetScores | None = None
         """None if the job has no ``eval.score``."""
-        if state.config.eval.predict is not None:
+        if self.has_scores:
             assert scorer is not None
             self._scores = SetScores(state, micro=micro, scorer=scorer, send=send, places=places)
         self._measured: tuple[ScorePass, EvaluationResult] | None = None
@@ -66,11 +67,14 @@ class Evaluations:
         return self._scores is not None and bool(self._state.best_tracker.missing(measured))
 
     def is_due(self) -> bool:
-        """Return True if the current state must be evaluated before the next step."""
+        """Return True if the current state must be evaluated before the next step.
+
+        Only for jobs with ``data.eval``.
+        """
         state = self._state
-        # The second condition also covers evaluations that took place before this rank received or
-        # restored the state.
-        if state.workload.eval is None or state.step == state.evaluated_step:
+        # This also covers evaluations that took place before this rank received or restored the
+        # state.
+        if state.step == state.evaluated_step:
             return False
         # All ranks must make the same decision, so no clock is read here. An interval in seconds is
         # measured on rank 0's clock; the step header then sets ``is_eval_owed`` on all ranks. The

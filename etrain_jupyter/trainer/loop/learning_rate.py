@@ -7,6 +7,7 @@ number of samples trained on), times the factor for the batch size.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,11 @@ from etrain_jupyter.config.schema import ScalingConfig, TrainConfig
 from etrain_jupyter.rules.policy.adascale import GradientNoise
 from etrain_jupyter.rules.policy.lr_schedule import LrSchedule
 from etrain_jupyter.rules.policy.scaling import Ramp, Rule, factor_of
+from etrain_jupyter.trainer.feature import Step, StepFeature
+from etrain_jupyter.trainer.gradients.averaged import square_norm
+from etrain_jupyter.trainer.state.capture import Stateful
+from etrain_jupyter.trainer.state.train_state import WorkPlan
+from etrain_jupyter.trainer.workload import Workload
 
 BASE = "initial_lr"
 """Key for the base rate in a parameter group, as in torch's schedulers. It is saved and sent with
@@ -26,7 +32,7 @@ LINEAR = frozenset({"SGD", "ASGD", "Muon"})
 root."""
 
 
-class LearningRate:
+class LearningRate(StepFeature):
     """The learning rates of one trainer's optimizer; a stateful component.
 
     Args:
@@ -35,6 +41,7 @@ class LearningRate:
         scaling: Scaling with the batch size; None for a fixed batch size.
         is_noise_wanted: Measure the gradient noise even if the rates do not depend on it, for
             ``workers.target: goodput``.
+        loss_scale: Returns the factor by which the gradients are scaled.
     """
 
     def __init__(
@@ -44,11 +51,13 @@ class LearningRate:
         scaling: ScalingConfig | None = None,
         *,
         is_noise_wanted: bool = False,
+        loss_scale: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self._optimizer = optimizer
         self._schedule = schedule
         self._scaling = scaling
         self._is_noise_wanted = is_noise_wanted
+        self._loss_scale = loss_scale
         self._momentum = momentum_of(optimizer)
         # ``_next`` becomes ``_committed`` when the step commits. If the step is undone, ``_next``
         # is recomputed from ``_committed``, perhaps for another number of ranks.
@@ -59,9 +68,39 @@ class LearningRate:
             for group in optimizer.param_groups:
                 group.setdefault(BASE, float(group["lr"]))
 
+    @property
+    def extras(self) -> Mapping[str, Stateful]:
+        """Return the stateful components to checkpoint: this one, if it has a state."""
+        # A schedule is a function of the position.
+        return {} if self._scaling is None else {"learning_rate": self}
+
+    @property
+    def is_constant(self) -> bool:
+        """True if the optimizer's own rates are used, so that steps need not call this feature."""
+        return self._schedule is None and self._scaling is None
+
+    def after_sum(self, step: Step) -> None:
+        """Set the rates of the step, after the gradient noise, which bounds them."""
+        if step.mean_of_squares is not None:
+            # Both values are squares of gradients that were multiplied by the loss scale.
+            divisor = self._loss_scale() ** 2
+            gradients = [p.grad for p in step.model.parameters() if p.grad is not None]
+            self.take_noise(
+                mean_of_squares=step.mean_of_squares / divisor,
+                square_of_mean=square_norm(gradients) / divisor,
+                world_size=step.group.world_size,
+            )
+        self.prepare(
+            position=step.position, count=step.span.samples, world_size=step.group.world_size
+        )
+
+    def after_commit(self, step: Step) -> None:
+        """Record that the step is committed."""
+        self.commit()
+
     def prepare(self, *, position: int, count: int, world_size: int) -> None:
         """Set the rates for the ``count`` samples that follow the first ``position`` samples."""
-        if self._schedule is None and self._scaling is None:
+        if self.is_constant:
             return
         factor = 1.0 if self._schedule is None else self._schedule.factor(position, count)
         if self._scaling is not None:
@@ -140,6 +179,18 @@ class LearningRate:
         self._committed = self._next = Ramp(**values)
 
 
+def rates_of(workload: Workload, config: TrainConfig, plan: WorkPlan) -> LearningRate:
+    """Return the learning rates of a job."""
+    return LearningRate(
+        workload.optimizer,
+        lr_schedule_of(config, plan),
+        scaling_of(config),
+        # The estimate requires that all workers have the same weight in the average.
+        is_noise_wanted=config.workers.target == "goodput" and workload.weight is None,
+        loss_scale=lambda: workload.precision.loss_scale,
+    )
+
+
 def scaling_of(config: TrainConfig) -> ScalingConfig | None:
     """Return how a job scales the rate with the batch size; None if the batch size is fixed."""
     if config.batch.per_worker_batch_size is None:
@@ -176,3 +227,15 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> float:
     if "betas" in group:
         return float(group["betas"][0])
     return float(group.get("momentum") or 0.0)
+
+
+def lr_schedule_of(config: TrainConfig, plan: WorkPlan) -> LrSchedule | None:
+    """Return the job's learning-rate schedule; None if the rate is constant."""
+    schedule = config.schedule
+    if schedule is None:
+        return None
+    warmup = 0
+    if schedule.warmup is not None:
+        samples = {"steps": plan.global_batch_size, "epochs": plan.num_train}[schedule.warmup.unit]
+        warmup = round(schedule.warmup.value * samples)
+    return LrSchedule(warmup=warmup, decay=schedule.decay, end=plan.end)

@@ -27,6 +27,18 @@ class Means(NamedTuple):
     """Mean weight of a sample, in the unit of ``Weight``; 1.0 if ``weight`` is not set."""
 
 
+class Pass(NamedTuple):
+    """Result of one batch."""
+
+    loss: torch.Tensor
+    """The batch's share of the mean loss, a scalar to differentiate."""
+    shares: list[torch.Tensor]
+    """The batch's shares of the other means, scalars; see ``Measures``."""
+    output: Any
+    """The model's output; None if the notebook defines ``step``."""
+    target: Any
+
+
 class Portion(NamedTuple):
     """Contribution of one pass to the means."""
 

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from etrain_jupyter.trainer.feature import Step, StepFeature
 from etrain_jupyter.trainer.references import WorkloadError
 
 
-class Weight:
+class Weight(StepFeature):
     """The notebook's ``weight``, with exact zero gradients for batches of weight 0.
 
     The mean loss of a batch of weight 0 is NaN (0 / 0), and so are its gradients; zero times NaN is
@@ -64,12 +65,16 @@ class Weight:
         self._has_no_weight = value == 0
         return math.ldexp(value, -self.exponent)
 
-    def follow(self, mean: float) -> None:
-        """Choose the unit of the next step.
+    def before_update(self, step: Step) -> None:
+        """Divide summed gradients by the mean weight, in place."""
+        gradients = [p.grad for p in step.model.parameters() if p.grad is not None]
+        if gradients and step.means.weight:
+            torch._foreach_div_(gradients, step.means.weight)
 
-        Args:
-            mean: Mean weight of a sample in this step, in the unit of this step.
-        """
+    def after_commit(self, step: Step) -> None:
+        """Choose the unit of the next step."""
+        # Mean weight of a sample in this step, in the unit of this step.
+        mean = step.means.weight
         # ``mean`` comes from a sum over all ranks, so all of them choose the same unit. A step in
         # which every weight was 0 gives no information about the next one.
         if mean:
@@ -77,10 +82,3 @@ class Weight:
 
     def _zero_if_no_weight(self, gradient: torch.Tensor) -> torch.Tensor | None:
         return torch.zeros_like(gradient) if self._has_no_weight else None
-
-
-def divide_gradients(model: nn.Module, weight: float) -> None:
-    """Divide summed gradients by the mean weight, in place."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if gradients:
-        torch._foreach_div_(gradients, weight)

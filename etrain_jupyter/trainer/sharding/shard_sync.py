@@ -207,7 +207,7 @@ class ShardSync:
             shards.replace(new)
             group.all_reduce(torch.zeros(1)).wait()
             num_bytes = sum(self._num_bytes(move.span, forms) for move in moves)
-        shards.settle(group.rank, size)
+        shards.adopt(group.rank, size)
         return num_bytes
 
     def _gather_forms(self, plan: SyncPlan) -> dict[int, Form]:

@@ -8,7 +8,7 @@ Four rules keep both copies equal, whenever a rank is lost:
 
 1. Only the death of a process interrupts an update: both shards are updated before a failure of the
    group is looked at.
-2. No rank updates before all ranks have complete gradients (``TrainLoop`` waits for that).
+2. No rank updates before all ranks have complete gradients (``before_update`` waits for that).
 3. So if some rank has updated, every survivor has complete gradients and makes the same update by
    itself, as the next generation forms (``shard_sync``). If no survivor has, the step is undone.
 4. Weights of other shards are a copy that may be stale: after a failure they are sent again.
@@ -23,6 +23,7 @@ from torch import nn
 
 from etrain_jupyter.config.vocabulary import ELEMENTWISE
 from etrain_jupyter.rules.optimizer_shards import Range
+from etrain_jupyter.trainer.feature import Step, StepFeature
 from etrain_jupyter.trainer.group.process_group import CommunicationError, Pending, RankGroup
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.sharding.held_state import (
@@ -37,7 +38,7 @@ from etrain_jupyter.trainer.sharding.range_exchange import RangeExchange
 from etrain_jupyter.trainer.state.packing import Tensors
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(StepFeature):
     """The shards that this rank updates.
 
     The job's optimizer remains the owner of the parameter groups, and has no state of its own; its
@@ -72,8 +73,8 @@ class ShardedOptimizer:
         self._in_flight: Pending | None = None
         self._initial = self._take_initial()
         self.restart()
-        # The gradient scaler and ``Update`` call the optimizer. The scaler must look for infinite
-        # gradients itself, rather than leave it to a fused kernel of the whole optimizer.
+        # The gradient scaler and ``StepTrainer`` call the optimizer. The scaler must look for
+        # infinite gradients itself, rather than leave it to a fused kernel of the whole optimizer.
         optimizer.step = self.step  # type: ignore[method-assign, assignment]
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
@@ -102,7 +103,7 @@ class ShardedOptimizer:
 
     # --- one generation ---
 
-    def begin(self, group: RankGroup) -> None:
+    def connect(self, group: RankGroup) -> None:
         """Prepare the exchange of weights in a generation whose ranks hold their shards."""
         own = {rank: self._weights_of(rank) for rank in range(group.world_size)}
         me, size = group.rank, group.world_size
@@ -123,7 +124,7 @@ class ShardedOptimizer:
     # --- one step ---
 
     def step(self, closure: object = None) -> None:
-        """Update both shards, and start to exchange the weights; failures show in ``finish``."""
+        """Update both shards, and start to exchange the weights; failures show in ``settle``."""
         # main thread       update own shard ── update copy ── commit ── wait
         # exchange thread                    └─ send own shard, receive the others ─┘
         own, *copies = self.held
@@ -133,16 +134,40 @@ class ShardedOptimizer:
             try:
                 self._in_flight = self._spread.start()
             except CommunicationError:
-                self._in_flight = None  # ``finish`` raises: first the other shard
+                self._in_flight = None  # ``settle`` raises: first the other shard
         for copy in copies:
             copy.step()
 
-    def finish(self, group: RankGroup) -> None:
-        """Wait for the weights of the other shards.
+    def before_update(self, step: Step) -> None:
+        """Wait until all ranks have complete gradients.
 
         Raises:
-            CommunicationError: A peer is lost; ``is_stale`` remains true.
+            CommunicationError: A peer is lost; the next generation decides about the update.
         """
+        # No rank updates its shards before all ranks can. Otherwise, a rank could be the only one
+        # that has updated, and die or be alone with two of the shards:
+        #
+        #     rank 0   gradients complete ── agreed ── update
+        #     rank 1   gradients complete ── agreed ── update
+        #     rank 2   gradients complete ── lost a peer: may update once it knows that rank 0 or
+        #              rank 1 has, see ``shard_sync``
+        if step.group.world_size == 1:
+            return
+        step.reach("agree")
+        try:
+            step.group.all_reduce(torch.zeros(1)).wait()
+        except CommunicationError:
+            step.is_prepared = True
+            raise
+        step.reach("agreed")
+
+    def settle(self, step: Step) -> None:
+        """Wait for the weights of the other shards; ``is_stale`` remains true until ``finish``."""
+        if self.is_stale:
+            step.reach("updated")
+            self._wait(step.group)
+
+    def _wait(self, group: RankGroup) -> None:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.wait()
@@ -170,7 +195,7 @@ class ShardedOptimizer:
         self.held, self.previous = [], []
 
     def replace(self, new: Sequence[NewShard]) -> None:
-        """Update new shards from now on, but keep the old ones as sources until ``settle``."""
+        """Update new shards from now on, but keep the old ones as sources until ``adopt``."""
         self.previous = [*self.held, *self.previous]
         self.held = []
         for shard in new:
@@ -178,7 +203,7 @@ class ShardedOptimizer:
             held.adopt(shard.forms, shard.vectors)
             self.held.append(held)
 
-    def settle(self, rank: int, world_size: int) -> None:
+    def adopt(self, rank: int, world_size: int) -> None:
         """All ranks hold their shards of ``world_size``: drop the old ones."""
         self.rank, self.world_size = rank, world_size
         self.previous = []

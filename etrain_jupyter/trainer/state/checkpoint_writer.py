@@ -15,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import statistics
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent import futures
 from dataclasses import dataclass, replace
@@ -28,13 +30,51 @@ from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
 from etrain_jupyter.trainer.state.job_checkpoints import JobCheckpoints, Writers
 from etrain_jupyter.trainer.state.parts import CONFIG_PART, STATE_PART, config_of
 from etrain_jupyter.trainer.state.sharded_write import MIN_TIMEOUT_S
-from etrain_jupyter.trainer.state.slowdown import Slowdown
 from etrain_jupyter.trainer.state.state_copy import StateCopy
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.wire.messages import CheckpointNotWritten, CheckpointWritten, TextLogged
 
 BEST_RETRY_S = (5.0, 10.0, 20.0, 40.0, 60.0)
 """Back-off before each retry to write the best weights; the last value repeats."""
+
+
+NUM_USUAL = 31
+"""Number of steps without a checkpoint; their median duration is the usual step time."""
+MIN_USUAL = 5
+"""With fewer steps, there is no usual step time yet, and no slowdown is reported."""
+
+
+class Slowdown:
+    """Compare the steps during a checkpoint with the steps before it.
+
+    The main thread writes; the writer thread reads ``extra_s``, a single number.
+    """
+
+    def __init__(self) -> None:
+        self._usual: deque[float] = deque(maxlen=NUM_USUAL)
+        self._extra_s = 0.0
+
+    def begin_generation(self) -> None:
+        """Forget the usual step time, which depends on the number of ranks."""
+        self._usual.clear()
+        self._extra_s = 0.0
+
+    def begin(self) -> None:
+        """Record that the writer has started a checkpoint."""
+        self._extra_s = 0.0
+
+    def take_step(self, seconds: float, *, is_writing: bool) -> None:
+        """Record the duration of a step, and whether a checkpoint was being written."""
+        if not is_writing:
+            self._usual.append(seconds)
+        elif len(self._usual) >= MIN_USUAL:
+            # Steps shorter than usual are subtracted, so that random variations cancel out.
+            self._extra_s += seconds - statistics.median(self._usual)
+
+    @property
+    def extra_s(self) -> float:
+        """Seconds by which the steps since ``begin`` took longer than usual."""
+        return max(0.0, self._extra_s)
 
 
 @dataclass(frozen=True, kw_only=True)

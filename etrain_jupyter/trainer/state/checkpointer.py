@@ -7,37 +7,32 @@ writes the copy in its thread. This module connects the three in the main thread
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from etrain_jupyter.storage.checkpoints import Part
-from etrain_jupyter.storage.checkpoints.base import CheckpointStore, OpenCheckpoint
-from etrain_jupyter.trainer.boundary import Boundary
+from etrain_jupyter.storage.checkpoints.base import CheckpointStore
+from etrain_jupyter.trainer.boundary import Boundary, BoundaryHooks
 from etrain_jupyter.trainer.control.reporter import Send
-from etrain_jupyter.trainer.group.gathering import gather_json
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
-from etrain_jupyter.trainer.schedule import Mark
 from etrain_jupyter.trainer.state.capture import take_state
-from etrain_jupyter.trainer.state.checkpoint_metadata import is_of_optimizer
 from etrain_jupyter.trainer.state.checkpoint_policy import CheckpointPace, CheckpointPolicy
 from etrain_jupyter.trainer.state.checkpoint_writer import (
     CheckpointWriter,
     CopyDone,
     CopyFailed,
     CopyPostponed,
+    Slowdown,
     StoreListed,
 )
 from etrain_jupyter.trainer.state.job_checkpoints import JobCheckpoints, Writers
-from etrain_jupyter.trainer.state.parts import header_of, optimizer_parts
-from etrain_jupyter.trainer.state.restoring import ReadReport, read_shards, restore
+from etrain_jupyter.trainer.state.restoring import Restorer
 from etrain_jupyter.trainer.state.sharded_write import ShardedWrite, ShardWriter, is_worth_it
-from etrain_jupyter.trainer.state.slowdown import Slowdown
 from etrain_jupyter.trainer.state.staging import StagedFile
 from etrain_jupyter.trainer.state.state_copy import StateCopy, copy_state
-from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.trainer.state.train_state import Mark, TrainState
 from etrain_jupyter.wire.messages import CheckpointNotWritten, TextLogged
 from etrain_jupyter.wire.progress_page import ProgressPage
 
@@ -50,7 +45,7 @@ CLOSE_LOG_AFTER_S = 5.0
 checkpoint."""
 
 
-class Checkpointer:
+class Checkpointer(BoundaryHooks):
     """Save checkpoints if this trainer is rank 0; otherwise help write them."""
 
     def __init__(
@@ -93,6 +88,8 @@ class Checkpointer:
         """Durable checkpoints that the writer reported in generation ``_durable_in``. The main
         thread never queries the store, which may be slow."""
         self._durable_in = 0
+        self.restorer = Restorer(self._checkpoints, state, send=send, beat=self._beat)
+        """Loads the job's checkpoints."""
 
     @property
     def pace(self) -> CheckpointPace:
@@ -364,91 +361,3 @@ class Checkpointer:
         # Called in the writing thread while the main thread waits for it.
         if self._page is not None:
             self._page.beat(phase="saving")
-
-    # --- restoring ---
-
-    def restore_newest(self, *, logged_step: int) -> list[dict[str, Any]] | None:
-        """Load the newest usable checkpoint and return the records of its last steps.
-
-        Returns:
-            None, with the state unchanged, if there is no checkpoint.
-
-        Raises:
-            CheckpointError: If there are checkpoints, but none can be used.
-        """
-        found = self._checkpoints.open_newest(logged_step=logged_step)
-        return None if found is None else self._load(found, set())
-
-    def restore_together(
-        self, group: RankGroup, *, logged_step: int
-    ) -> list[dict[str, Any]] | None:
-        """Load the newest usable checkpoint, of which each rank reads its part of the optimizer.
-
-        Rank 0 also loads everything else, which it then sends to the other ranks.
-
-        Returns:
-            As ``restore_newest`` on rank 0; an empty list on the other ranks.
-
-        Raises:
-            CheckpointError: As ``restore_newest``.
-            CommunicationError: A peer is lost.
-        """
-        # rank 0   open the newest ── load the weights ── offer ──┐
-        # all                                                     read own part ── all have theirs?
-        #          open the next older one  ◄───────────────────────── no ────────────┘
-        shards = self._state.workload.shards
-        assert shards is not None
-        refused: dict[int, str] = {}
-        warned: set[str] = set()
-        while True:
-            records: list[dict[str, Any]] | None = []
-            offer: dict[str, Any] = {"parts": {}}
-            if group.rank == 0:
-                found = self._checkpoints.open_newest(
-                    logged_step=logged_step, is_divided=True, refused=refused
-                )
-                records = None if found is None else self._load(found, warned)
-                if found is not None:
-                    offer = self._offer(found)
-            [offer, *_] = gather_json(group, offer)
-            parts = {name: Part.from_json(part) for name, part in offer["parts"].items()}
-            if not parts:
-                # No checkpoint, or one of another optimizer: rank 0's initial state applies.
-                if group.rank == 0:
-                    shards.restart()
-                else:
-                    shards.drop()
-                return records
-            report = read_shards(group, shards, self._checkpoints.store, parts, self._beat)
-            if not report.error:
-                if group.rank == 0:
-                    self._log_read(report, parts)
-                return records
-            refused[offer["step"]] = report.error
-
-    def _load(self, found: OpenCheckpoint, warned: set[str]) -> list[dict[str, Any]]:
-        for reason in found.skipped:
-            if reason not in warned:
-                self._warn(f"checkpoint skipped: {reason}")
-                warned.add(reason)
-        return restore(self._state, found.files, config=self._state.config, warn=self._warn)
-
-    def _offer(self, found: OpenCheckpoint) -> dict[str, Any]:
-        # The other ranks do not read the manifest, so that all of them read the same checkpoint.
-        parts = found.manifest.parts
-        names = optimizer_parts(parts)
-        if not is_of_optimizer(header_of(found.files), self._state.workload.optimizer):
-            names = []
-        return {
-            "step": found.manifest.step,
-            "parts": {name: vars(parts[name]) for name in names},
-        }
-
-    def _log_read(self, report: ReadReport, parts: Mapping[str, Part]) -> None:
-        read = ", ".join(f"{num / 1e6:.0f}" for num in report.num_bytes)
-        total = sum(part.size for part in parts.values())
-        text = f"each rank read its part of the optimizer's state: {read} of {total / 1e6:.0f} MB"
-        self._send(TextLogged(level="info", text=text))
-
-    def _warn(self, text: str) -> None:
-        self._send(TextLogged(level="warning", text=text))

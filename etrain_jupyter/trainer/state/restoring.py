@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.storage.checkpoints import Part
-from etrain_jupyter.storage.checkpoints.base import CheckpointStore
+from etrain_jupyter.storage.checkpoints.base import CheckpointStore, OpenCheckpoint
 from etrain_jupyter.storage.checkpoints.blocks import PartBlocks
+from etrain_jupyter.trainer.control.reporter import Send
 from etrain_jupyter.trainer.group.gathering import gather_json
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.sharding.held_state import COUNTERS, NewShard
@@ -27,6 +28,7 @@ from etrain_jupyter.trainer.sharding.shard_files import (
 from etrain_jupyter.trainer.sharding.sharded_optimizer import ShardedOptimizer
 from etrain_jupyter.trainer.state.capture import MODEL, OPTIMIZER
 from etrain_jupyter.trainer.state.checkpoint_metadata import is_of_optimizer, put_checkpoint
+from etrain_jupyter.trainer.state.job_checkpoints import JobCheckpoints
 from etrain_jupyter.trainer.state.packing import Tensors
 from etrain_jupyter.trainer.state.parts import (
     DIVIDED,
@@ -37,6 +39,7 @@ from etrain_jupyter.trainer.state.parts import (
 )
 from etrain_jupyter.trainer.state.train_state import TrainState
 from etrain_jupyter.trainer.workload import Workload
+from etrain_jupyter.wire.messages import TextLogged
 
 
 def restore(
@@ -146,3 +149,108 @@ def read_shards(
     if not error:
         shards.replace(new)
     return ReadReport(error=error, num_bytes=tuple(num for _, num in results))
+
+
+class Restorer:
+    """Load a job's newest usable checkpoint into its state.
+
+    Args:
+        beat: Sends a heartbeat.
+    """
+
+    def __init__(
+        self,
+        checkpoints: JobCheckpoints,
+        state: TrainState,
+        *,
+        send: Send,
+        beat: Callable[[], None],
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._state = state
+        self._send = send
+        self._beat = beat
+
+    def newest(self, *, logged_step: int) -> list[dict[str, Any]] | None:
+        """Load the newest usable checkpoint and return the records of its last steps.
+
+        Returns:
+            None, with the state unchanged, if there is no checkpoint.
+
+        Raises:
+            CheckpointError: If there are checkpoints, but none can be used.
+        """
+        found = self._checkpoints.open_newest(logged_step=logged_step)
+        return None if found is None else self._load(found, set())
+
+    def together(self, group: RankGroup, *, logged_step: int) -> list[dict[str, Any]] | None:
+        """Load the newest usable checkpoint, of which each rank reads its part of the optimizer.
+
+        Rank 0 also loads everything else, which it then sends to the other ranks.
+
+        Returns:
+            As ``newest`` on rank 0; an empty list on the other ranks.
+
+        Raises:
+            CheckpointError: As ``newest``.
+            CommunicationError: A peer is lost.
+        """
+        # rank 0   open the newest ── load the weights ── offer ──┐
+        # all                                                     read own part ── all have theirs?
+        #          open the next older one  ◄───────────────────────── no ────────────┘
+        shards = self._state.workload.shards
+        assert shards is not None
+        refused: dict[int, str] = {}
+        warned: set[str] = set()
+        while True:
+            records: list[dict[str, Any]] | None = []
+            offer: dict[str, Any] = {"parts": {}}
+            if group.rank == 0:
+                found = self._checkpoints.open_newest(
+                    logged_step=logged_step, is_divided=True, refused=refused
+                )
+                records = None if found is None else self._load(found, warned)
+                if found is not None:
+                    offer = self._offer(found)
+            [offer, *_] = gather_json(group, offer)
+            parts = {name: Part.from_json(part) for name, part in offer["parts"].items()}
+            if not parts:
+                # No checkpoint, or one of another optimizer: rank 0's initial state applies.
+                if group.rank == 0:
+                    shards.restart()
+                else:
+                    shards.drop()
+                return records
+            report = read_shards(group, shards, self._checkpoints.store, parts, self._beat)
+            if not report.error:
+                if group.rank == 0:
+                    self._log_read(report, parts)
+                return records
+            refused[offer["step"]] = report.error
+
+    def _load(self, found: OpenCheckpoint, warned: set[str]) -> list[dict[str, Any]]:
+        for reason in found.skipped:
+            if reason not in warned:
+                self._warn(f"checkpoint skipped: {reason}")
+                warned.add(reason)
+        return restore(self._state, found.files, config=self._state.config, warn=self._warn)
+
+    def _offer(self, found: OpenCheckpoint) -> dict[str, Any]:
+        # The other ranks do not read the manifest, so that all of them read the same checkpoint.
+        parts = found.manifest.parts
+        names = optimizer_parts(parts)
+        if not is_of_optimizer(header_of(found.files), self._state.workload.optimizer):
+            names = []
+        return {
+            "step": found.manifest.step,
+            "parts": {name: vars(parts[name]) for name in names},
+        }
+
+    def _log_read(self, report: ReadReport, parts: Mapping[str, Part]) -> None:
+        read = ", ".join(f"{num / 1e6:.0f}" for num in report.num_bytes)
+        total = sum(part.size for part in parts.values())
+        text = f"each rank read its part of the optimizer's state: {read} of {total / 1e6:.0f} MB"
+        self._send(TextLogged(level="info", text=text))
+
+    def _warn(self, text: str) -> None:
+        self._send(TextLogged(level="warning", text=text))

@@ -18,12 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from etrain_jupyter.errors import CheckpointError
+from etrain_jupyter.trainer.feature import StepFeature
 from etrain_jupyter.trainer.state.packing import StateError, Tensors, unpack
 from etrain_jupyter.trainer.state.parts import AVERAGE, EXTRA_PART, MODEL_PART, header_of
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 
 
-class WeightAverage:
+class WeightAverage(StepFeature):
     """The average of a model's trainable parameters and running statistics.
 
     A parameter that is frozen when the job starts does not change, so it has no average. Running
@@ -73,8 +74,8 @@ class WeightAverage:
         return {name: self._averages[place] for name, place in self._index.items()}
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move the averages towards the current weights. Call this once after each update."""
+    def after_update(self) -> None:
+        """Move the averages towards the current weights."""
         count = self._num_updates
         decay = min(self._decay, (1 + count) / (10 + count)) if self._has_warmup else self._decay
         step = 1.0 - decay

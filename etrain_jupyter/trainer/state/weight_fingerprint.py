@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
+from etrain_jupyter.trainer.feature import Step, StepFeature
 from etrain_jupyter.trainer.group.process_group import RankGroup
 from etrain_jupyter.trainer.references import WorkloadError, listed
 
@@ -33,14 +36,23 @@ class _Piece(NamedTuple):
     length: int
 
 
-class WeightFingerprint:
+class WeightFingerprint(StepFeature):
     """Sum of the bit patterns of a rotating slice of a model's parameters.
 
     Args:
         others: Other tensors that must be equal on all ranks, for example averaged weights.
+        named: Returns all of these tensors by name, to find those that differ.
     """
 
-    def __init__(self, model: nn.Module, others: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        others: Iterable[torch.Tensor] = (),
+        named: Callable[[], Mapping[str, torch.Tensor]] = dict[str, torch.Tensor],
+    ) -> None:
+        self._named = named
+        self._own = torch.zeros(())
+        """Fingerprint of this rank's weights before the step in progress."""
         # All parameters form one sequence of numbers, which is cut into slices of equal length. A
         # slice may cover parts of several parameters. Step s covers slice s modulo the number of
         # slices, so a difference between ranks is detected within MAX_SLICES steps.
@@ -50,6 +62,26 @@ class WeightFingerprint:
         num = max(1, min(MAX_SLICES, max(starts[-1] // MIN_SLICE, len(sizes) // MAX_PIECES)))
         bounds = [starts[-1] * k // num for k in range(num + 1)]
         self._slices = [_pieces(starts, first, stop) for first, stop in pairwise(bounds)]
+
+    def num_fields(self, world_size: int) -> int:
+        """Return 2, the fingerprint and its square; a single rank has no peer to compare with."""
+        return 2 if world_size > 1 else 0
+
+    def before_forward(self, step: Step) -> None:
+        """Compute the fingerprint of the weights before the step."""
+        if step.group.world_size > 1:
+            found, copies = self.at(step.number - 1), step.header.copies
+            self._own = found if copies is None else copies.start(found)
+
+    def header_fields(self, step: Step, fields_F: NDArray[np.float64]) -> None:
+        """Set the fingerprint and its square."""
+        own = float(self._own)
+        fields_F[:] = own, own * own
+
+    def after_sum(self, step: Step) -> None:
+        """Raise WeightsDivergedError on all ranks if their fingerprints differ."""
+        if (size := step.group.world_size) > 1 and not ranks_agree(size, *step.fields_of(self)):
+            check_ranks_agree(step.group, self._named(), step=step.number - 1, is_known=True)
 
     @torch.no_grad()
     def at(self, step: int) -> torch.Tensor:

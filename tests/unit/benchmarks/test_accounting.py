@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.common import report
 from benchmarks.steps import accounting, accounting_job
-from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
+from etrain_jupyter.trainer.times import Stopwatch
 
 
 def blocks(*times: float) -> list[dict[str, object]]:

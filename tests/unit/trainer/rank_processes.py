@@ -24,18 +24,17 @@ import torch
 import torch.distributed as dist
 
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.trainer.boundary import Boundary, NoHooks
+from etrain_jupyter.trainer.boundary import Boundary, BoundaryHooks
 from etrain_jupyter.trainer.control.faults import FaultInjector
 from etrain_jupyter.trainer.control.reporter import Report
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
-from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.scoring.exhibits import result_of
 from etrain_jupyter.trainer.scoring.records import unpack_all
 from etrain_jupyter.trainer.scoring.score_process import Scoring, SendExhibit
 from etrain_jupyter.trainer.scoring.spool import RecordFile
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
-from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.trainer.state.train_state import TrainState, WorkPlan
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire.messages import EvalFinished, EvalScoreFound
 
@@ -184,6 +183,7 @@ class _Lost(FaultInjector):
 
     def __init__(self, group: RankGroup, until: int, place: str) -> None:
         super().__init__([], lambda _: None)
+        self.planned = [{"kind": "", "at": "nowhere"}]  # without any, no place is reported
         self._group, self._until, self._place = group, until, place
         self._num_batches = 0
 
@@ -201,6 +201,7 @@ class _ToldInEval(FaultInjector):
 
     def __init__(self, pending: threading.Event) -> None:
         super().__init__([], lambda _: None)
+        self.planned = [{"kind": "", "at": "nowhere"}]  # without any, no place is reported
         self._pending, self._num_batches = pending, 0
 
     def at(self, place: str, *, rank: int, step: int) -> None:
@@ -209,7 +210,7 @@ class _ToldInEval(FaultInjector):
             self._pending.set()
 
 
-class _AfterStep(NoHooks):
+class _AfterStep(BoundaryHooks):
     """Calls a function after each step."""
 
     def __init__(self, call: Callable[[], None]) -> None:

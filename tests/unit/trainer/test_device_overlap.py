@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from etrain_jupyter.trainer.gradients.step_header import NUM_COUNTS, RequestFlags, StepHeader
+from etrain_jupyter.trainer import step
 from etrain_jupyter.trainer.group.cuda_buckets import copies_for
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
-from etrain_jupyter.trainer.loop import train_loop
+from etrain_jupyter.trainer.step_header import NUM_COUNTS, RequestFlags, StepHeader
 from tests.unit.trainer.peers import connected
 from tests.unit.trainer.rank_processes import Generation, Job, Outcome, rank_processes
 
@@ -54,10 +54,14 @@ class LateCopies:
 
 
 def header_of(copies: Any, loss: float = 0.25) -> StepHeader:
-    header = StepHeader(num_means=2, num_ranks=2, copies=copies)
+    header = StepHeader(num_means=2, num_fields=2, copies=copies)
     header.add(0, torch.tensor([3, 4]).numpy(), torch.tensor(loss), [torch.tensor(2.0)])
     header.add(0, torch.tensor([5]).numpy(), torch.tensor(loss), [torch.tensor(1.0)])
     return header
+
+
+def fill(fields_F: Any) -> None:
+    fields_F[:] = 9.0, 81.0
 
 
 def sent_by_peer(peer: Any, *, num_means: int = 2) -> torch.Tensor:
@@ -71,7 +75,7 @@ def test_header_is_sent_when_the_device_has_caught_up():
     copies = LateCopies()
     with connected() as (group, peer):
         header = header_of(copies)
-        header.start(group, NONE, fingerprint=torch.tensor(9))
+        header.start(group, NONE, fill)
         receiving = threading.Thread(target=sent_by_peer, args=(peer,))
         receiving.start()
         receiving.join(0.1)
@@ -82,7 +86,7 @@ def test_header_is_sent_when_the_device_has_caught_up():
     assert header.means() == [0.5, 3.0]
     assert header.num_samples == 3
     assert header.is_own_loss_finite
-    assert not header.ranks_agree, "the peer has sent a fingerprint of 0"
+    assert header.fields_F.tolist() == [9.0, 81.0]
 
 
 def test_header_of_a_single_rank_needs_no_peer():
@@ -90,7 +94,7 @@ def test_header_of_a_single_rank_needs_no_peer():
     store: Any = None
     group = RankGroup(generation=1, rank=0, world_size=1, store=store, host="127.0.0.1")
     header = header_of(copies, loss=float("nan"))
-    header.start(group, NONE, fingerprint=torch.zeros(()))
+    header.start(group, NONE, fill)
     copies.caught_up.set()
     header.wait()
     assert not header.is_own_loss_finite
@@ -101,7 +105,7 @@ def test_abort_does_not_wait_for_a_device_that_hangs():
     copies = LateCopies()
     with connected() as (group, _):
         header = header_of(copies)
-        header.start(group, NONE, fingerprint=torch.tensor(9))
+        header.start(group, NONE, fill)
         threading.Timer(0.1, group.abort, ["a peer is lost"]).start()
         with pytest.raises(CommunicationError, match="a peer is lost"):
             header.wait()
@@ -114,7 +118,7 @@ def test_error_of_the_device_is_the_cause_of_the_failure():
     copies.caught_up.set()
     with connected() as (group, _):
         header = header_of(copies)
-        header.start(group, NONE, fingerprint=torch.tensor(9))
+        header.start(group, NONE, fill)
         with pytest.raises(CommunicationError, match="device-side assert") as found:
             header.wait()
     assert str(found.value.__cause__) == copies.error
@@ -153,7 +157,7 @@ def names(*, is_late: bool) -> dict[str, Any]:
 
     if is_late:
         device = AfterBackward()
-        train_loop.copies_for = copies_of_step  # type: ignore[assignment]
+        step.copies_for = copies_of_step  # type: ignore[assignment]
     x = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(7))
     return {
         "model": lambda: nn.Sequential(

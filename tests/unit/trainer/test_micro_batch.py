@@ -28,9 +28,8 @@ from etrain_jupyter.trainer.micro_batch import (
     largest_pass,
 )
 from etrain_jupyter.trainer.references import WorkloadError
-from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import digest_of
-from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.trainer.state.train_state import TrainState, WorkPlan
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import (
@@ -266,7 +265,7 @@ def test_out_of_memory_in_a_step_halves_the_size_and_ends_the_generation() -> No
         "rank 0 ran out of memory in step 1: its micro-batches are reduced to 4; a new generation "
         "continues from step 0, and nothing is lost"
     )
-    loop.in_step = False
+    loop.steps.in_step = False
     assert run(loop) == "done"
     records = [m for m in sent if isinstance(m, dict)]
     order = epoch_order(seed=0, epoch=0, num_samples=NUM_SAMPLES)

@@ -70,7 +70,7 @@ def test_memory_that_runs_out_in_an_update_does_not_break_the_next_step_of_fp16(
     monkeypatch.setattr(optimizer, "step", run_out)
     with pytest.raises(CommunicationError, match="out of memory"):
         run_loop(loop)
-    loop.update.is_torn = loop.in_step = False  # no weight was updated yet
+    loop.steps.is_torn = loop.steps.in_step = False  # no weight was updated yet
     assert run_loop(loop) == "done"
     assert loop.step == 4
     assert loop.workload.precision.loss_scale == 65536.0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etrain_jupyter.config.schema import Interval
-from etrain_jupyter.trainer.schedule import Every, Mark, WorkPlan
+from etrain_jupyter.trainer.state.train_state import Every, Mark, WorkPlan
 
 PLAN = WorkPlan(num_train=70, num_eval=0, global_batch_size=16, steps_per_epoch=5, total_steps=20)
 

@@ -7,19 +7,18 @@ import contextlib
 import pytest
 import torch
 
-from etrain_jupyter.trainer import trainer
-from etrain_jupyter.trainer.gradients import step_header
+from etrain_jupyter.trainer import step_header
+from etrain_jupyter.trainer.control.failures import DISCONNECTED, Failure, failure_of
 from etrain_jupyter.trainer.group.pending import MAX_TEXT, text_of
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop import train_loop
 from etrain_jupyter.trainer.loop.train_loop import OUT_OF_MEMORY
-from etrain_jupyter.trainer.state import transfer
+from etrain_jupyter.trainer.state import state_sync, transfer
 from etrain_jupyter.trainer.state.background_digest import BackgroundDigest
 from etrain_jupyter.trainer.state.capture import take_state
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.running_buffers import RunningBuffers
 from etrain_jupyter.trainer.state.transfer import send_state
-from etrain_jupyter.trainer.trainer import DISCONNECTED, Failure, failure_of
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.channel import FrameDecoder, frame
 from etrain_jupyter.wire.codec import encode
@@ -91,7 +90,8 @@ class Gpu:
     def __init__(self, monkeypatch, text: str = ASSERT) -> None:
         self.is_broken = False
         self._text = text
-        places = [(step_header, "stack_means"), (trainer, "take_state"), (Checkpointer, "save_now")]
+        places = [(step_header, "stack_means"), (state_sync, "take_state")]
+        places += [(Checkpointer, "save_now")]
         places += [(BackgroundDigest, "begin"), (RunningBuffers, "put_back")]
         places += [(RunningBuffers, "moved_since")]
         self.calls: list[str] = []
@@ -173,7 +173,7 @@ def test_error_of_the_machines_gpu_ends_the_trainer_alone(rigs, monkeypatch):
 def newest_state(rig: TrainerRig, *, step: int):
     """Return the state that rank 0 sends: of a model like the trainer's, at some step."""
     torch.manual_seed(5)
-    loop = rig.trainer._loop
+    loop = rig.trainer._job.loop
     model = torch.nn.Module()
     model.layer = torch.nn.Linear(4, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -265,7 +265,7 @@ def test_older_state_is_kept_only_if_no_other_rank_has_the_newest(
         asked.append(keep)
         raise CommunicationError("rank 0 is lost")
 
-    monkeypatch.setattr(trainer, "receive_state", receive)
+    monkeypatch.setattr(state_sync, "receive_state", receive)
     with rig.peers(2, world_size, behind=(1,), logged_step=5):
         rig.wait_for(m.GenerationLeft)
     assert asked == [keep]
@@ -299,4 +299,4 @@ def test_rank_keeps_the_starts_that_the_coordinator_leaves_out(rigs):
     ):
         rig.form(generation, **starts)
         rig.wait_for(m.GenerationLeft)
-    assert rig.trainer._checkpointer.starts == [0, 4, 4]
+    assert rig.trainer._job.checkpointer.starts == [0, 4, 4]

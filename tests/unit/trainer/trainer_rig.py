@@ -181,7 +181,7 @@ class TrainerRig:
         return not self._main.is_alive()
 
     def _is_working(self) -> bool:
-        return self._main.is_alive() and self.trainer._is_busy
+        return self._main.is_alive() and self.trainer.commands.is_busy
 
     def close(self) -> None:
         deadline = time.monotonic() + 10

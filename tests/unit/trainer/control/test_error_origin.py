@@ -32,8 +32,8 @@ from etrain_jupyter.trainer.objective.one_pass import LossOfOutput, Passed, Step
 from etrain_jupyter.trainer.objective.weight import Weight
 from etrain_jupyter.trainer.optimizers import build_optimizer
 from etrain_jupyter.trainer.references import DataError, WorkloadError
-from etrain_jupyter.trainer.schedule import Every
 from etrain_jupyter.trainer.state.capture import digest_of
+from etrain_jupyter.trainer.state.train_state import Every
 from etrain_jupyter.wire import messages as m
 from tests.unit.trainer.trainer_rig import CELL, TrainerRig
 

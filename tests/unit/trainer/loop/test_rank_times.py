@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from etrain_jupyter.config.schema import ScalingConfig
-from etrain_jupyter.trainer.gradients.stopwatch import StepTimes
-from etrain_jupyter.trainer.loop import rank_times
+from etrain_jupyter.trainer import rank_times
 from etrain_jupyter.trainer.loop.learning_rate import LearningRate
-from etrain_jupyter.trainer.loop.rank_times import RankTimes
+from etrain_jupyter.trainer.rank_times import RankTimes
+from etrain_jupyter.trainer.times import StepTimes
 from etrain_jupyter.wire import messages
 from tests.unit.trainer.batch_noise_jobs import keys, make_data, names
 from tests.unit.trainer.loop.test_train_loop import alone

@@ -15,16 +15,15 @@ from torch import nn
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.rules.samples.ledger import checksum_of, epoch_order
-from etrain_jupyter.trainer.boundary import NoHooks
+from etrain_jupyter.trainer.boundary import BoundaryHooks
 from etrain_jupyter.trainer.control.faults import NO_FAULTS, FaultInjector, InjectedError
 from etrain_jupyter.trainer.gradients.averaged import AveragedGradients
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.references import WorkloadError
-from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state import background_digest
 from etrain_jupyter.trainer.state.capture import digest_of, put_state, take_state
-from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.trainer.state.train_state import TrainState, WorkPlan
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire import messages
 from etrain_jupyter.wire.progress_page import ProgressPage
@@ -98,7 +97,7 @@ def alone(generation: int = 1) -> RankGroup:
     return RankGroup(generation=generation, rank=0, world_size=1, store=store, host="")
 
 
-class Watch(NoHooks):
+class Watch(BoundaryHooks):
     """Calls a function after each step, and another one after each evaluation."""
 
     def __init__(self, after_step, after_eval) -> None:
@@ -203,6 +202,7 @@ class AtPlaces(FaultInjector):
 
     def __init__(self, place: str = "", act=lambda: None) -> None:
         super().__init__([], lambda _: None)
+        self.planned = [{"kind": "", "at": "nowhere"}]  # without any, no place is reported
         self.places: list[tuple[str, int]] = []
         self.place, self.act = place, act
 
@@ -344,10 +344,10 @@ def test_step_that_breaks_is_undone():
     with pytest.raises(CommunicationError):
         run(loop, after_step=lambda: before.append(digest_of(loop.workload.model)))
     assert loop.progress == (2, 0)
-    assert loop.in_step
+    assert loop.steps.in_step
     assert digest_of(loop.workload.model) == before[-1]  # BatchNorm's statistics too
     assert all(p.grad is None for p in loop.workload.model.parameters())
-    loop.in_step = False
+    loop.steps.in_step = False
     assert run(loop) == "done"
     assert digest_of(loop.workload.model) == digest_of(train_plainly(PLAIN).model)
 
@@ -449,7 +449,7 @@ def test_step_with_a_non_finite_loss_is_undone_and_can_be_repeated(bad, reproduc
     before: list[str] = []
     assert run(loop, after_step=lambda: before.append(digest_of(loop.workload.model))) == "nan"
     assert loop.progress == (2, 0)
-    assert not loop.in_step
+    assert not loop.steps.in_step
     assert loop.undone_loss.is_source
     assert not math.isfinite(loop.undone_loss.loss)
     assert digest_of(loop.workload.model) == before[-1]  # BatchNorm's statistics too

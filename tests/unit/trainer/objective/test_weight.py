@@ -14,9 +14,8 @@ from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.objective.measures import Measures, Portion, share_of_loss
 from etrain_jupyter.trainer.objective.one_pass import Passed
 from etrain_jupyter.trainer.references import WorkloadError
-from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.capture import digest_of
-from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.trainer.state.train_state import TrainState, WorkPlan
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import Names, run

@@ -11,8 +11,7 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.loop.train_loop import TrainLoop
 from etrain_jupyter.trainer.objective.whole_set import is_torchmetric
 from etrain_jupyter.trainer.references import WorkloadError
-from etrain_jupyter.trainer.schedule import WorkPlan
-from etrain_jupyter.trainer.state.train_state import TrainState
+from etrain_jupyter.trainer.state.train_state import TrainState, WorkPlan
 from etrain_jupyter.trainer.workload import build_workload
 from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import Names, run

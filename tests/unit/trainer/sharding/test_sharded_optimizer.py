@@ -45,7 +45,7 @@ def divide(ranks: list[ShardedOptimizer], world_size: int) -> list[ShardedOptimi
         own = copy_of(ranks[rank % len(ranks)])
         held = layout.shards(rank, world_size)
         own.replace([filled(span, forms, ranks) for span in held])
-        own.settle(rank, world_size)
+        own.adopt(rank, world_size)
         new.append(own)
     return new
 

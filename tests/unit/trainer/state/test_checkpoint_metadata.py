@@ -16,12 +16,11 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import CheckpointError
 from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.storage.checkpoints.base import open_newest
-from etrain_jupyter.trainer.schedule import WorkPlan
 from etrain_jupyter.trainer.state.checkpoint_metadata import config_digest
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import STATE_PART, header_of
 from etrain_jupyter.trainer.state.restoring import restore
-from etrain_jupyter.trainer.state.train_state import BestTracker
+from etrain_jupyter.trainer.state.train_state import BestTracker, WorkPlan
 from etrain_jupyter.trainer.state.weight_average import WeightAverage
 from etrain_jupyter.wire.messages import CheckpointWritten
 
@@ -126,13 +125,13 @@ def test_average_continues_from_the_checkpoint(tmp_path: Path) -> None:
         averages.append(WeightAverage(state.workload.model, decay=0.9, has_warmup=True))
         state.workload.extras["ema"] = averages[-1]
     states[0].train()
-    averages[0].update()
+    averages[0].after_update()
 
     assert put(saved(tmp_path, states[0]), states[1]) == []
 
     for state, average in zip(states, averages, strict=True):
         state.train()
-        average.update()
+        average.after_update()
     assert torch.equal(averages[0].tensors["weight"], averages[1].tensors["weight"])
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from etrain_jupyter.config.schema import Interval
-from etrain_jupyter.trainer.schedule import Mark, WorkPlan
 from etrain_jupyter.trainer.state.checkpoint_policy import CheckpointPace, CheckpointPolicy
+from etrain_jupyter.trainer.state.train_state import Mark, WorkPlan
 from etrain_jupyter.wire.messages import PaceUpdate
 
 PLAN = WorkPlan(num_train=70, num_eval=0, global_batch_size=10, steps_per_epoch=7, total_steps=70)

@@ -20,11 +20,10 @@ from etrain_jupyter.storage.checkpoints import LocalStore
 from etrain_jupyter.storage.checkpoints.base import open_newest, open_step
 from etrain_jupyter.trainer.boundary import Boundary
 from etrain_jupyter.trainer.group.rendezvous import BroadcastStore
-from etrain_jupyter.trainer.schedule import Mark, WorkPlan
 from etrain_jupyter.trainer.state.checkpointer import Checkpointer
 from etrain_jupyter.trainer.state.parts import EXTRA_PART
 from etrain_jupyter.trainer.state.restoring import restore
-from etrain_jupyter.trainer.state.train_state import BestTracker
+from etrain_jupyter.trainer.state.train_state import BestTracker, Mark, WorkPlan
 from etrain_jupyter.wire import messages
 
 
@@ -157,9 +156,9 @@ def test_checkpoint_keeps_the_records_that_the_log_may_not_have_yet(tmp_path):
         state=saved, send=lambda _: None, records_after=lambda step: records, **common
     )
     reader = Checkpointer(state=fresh, send=lambda _: None, **common)
-    assert reader.restore_newest(logged_step=0) is None
+    assert reader.restorer.newest(logged_step=0) is None
     writer.save_now(1)
-    assert reader.restore_newest(logged_step=0) == records
+    assert reader.restorer.newest(logged_step=0) == records
 
 
 class Page:
@@ -198,7 +197,7 @@ class Saver:
         return self.sent[-1]
 
     def restore(self, *, logged_step: int) -> int:
-        self.checkpointer.restore_newest(logged_step=logged_step)
+        self.checkpointer.restorer.newest(logged_step=logged_step)
         return self.state.step
 
 

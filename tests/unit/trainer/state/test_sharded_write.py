@@ -287,7 +287,7 @@ def divide(ranks: list[Rank]) -> None:
         shards = ShardedOptimizer(workload.optimizer, workload.model)
         spans = shards_of(rank.rank, len(ranks), shards.layout.starts)
         shards.replace([NewShard(shards.layout, span, {}) for span in spans])
-        shards.settle(rank.rank, len(ranks))
+        shards.adopt(rank.rank, len(ranks))
         workload.shards = shards
         rank.checkpointer.begin(rank.group, rank.board)
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from etrain_jupyter.trainer.state.slowdown import Slowdown
+from etrain_jupyter.trainer.state.checkpoint_writer import Slowdown
 
 
 def slowdown(*usual: float) -> Slowdown:

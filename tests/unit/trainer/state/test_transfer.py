@@ -108,7 +108,7 @@ def test_every_kind_of_tensor_arrives_bit_for_bit_at_each_rank_of_the_chain():
 def test_averages_are_received_into_the_memory_of_the_new_rank():
     states = [veteran(), build(2)]
     averages = [WeightAverage(model, decay=0.9, has_warmup=True) for model, _ in states]
-    averages[0].update()
+    averages[0].after_update()
     memory = {name: tensor.data_ptr() for name, tensor in averages[1].tensors.items()}
 
     def part(group: RankGroup) -> None:

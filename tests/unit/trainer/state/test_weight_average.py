@@ -37,7 +37,7 @@ def test_average_equals_that_of_torch():
 
     for _ in range(5):
         change(model)
-        average.update()
+        average.after_update()
         peer.update_parameters(model)
 
     for name, expected in peer.module.named_parameters():
@@ -52,7 +52,7 @@ def test_warmup_raises_the_decay_to_its_value():
 
     found = []
     for _ in range(3):
-        average.update()
+        average.after_update()
         found.append(float(average.tensors["weight"]))
 
     # The decays are 1 / 10, 2 / 11 and 0.2.
@@ -64,7 +64,7 @@ def test_running_statistics_are_averaged_and_counters_are_not():
     average = WeightAverage(model, decay=0.5, has_warmup=False)
     average.follow_buffers(RunningBuffers(model.buffers()))
     change(model)
-    average.update()
+    average.after_update()
 
     assert {"1.running_mean", "1.running_var"} < set(average.tensors)
     assert "1.num_batches_tracked" not in average.tensors
@@ -77,7 +77,7 @@ def test_weights_are_restored_bit_for_bit_after_an_error_in_an_evaluation():
     model = make_model()
     average = WeightAverage(model, decay=0.9, has_warmup=True)
     change(model)
-    average.update()
+    average.after_update()
     before = digest_of(model)
 
     def evaluate() -> None:
@@ -99,7 +99,7 @@ def test_low_precision_weights_have_an_average_that_moves():
     average = WeightAverage(model, decay=0.999, has_warmup=False)
     nn.init.constant_(model.weight, 2.0)
     for _ in range(100):
-        average.update()
+        average.after_update()
 
     # In bfloat16, 1 + 0.001 is 1.
     assert float(average.tensors["weight"][0, 0]) == pytest.approx(2 - 0.999**100, rel=1e-5)
@@ -121,12 +121,12 @@ def test_state_continues_bit_for_bit():
     average = WeightAverage(model, decay=0.9, has_warmup=True)
     for _ in range(3):
         change(model)
-        average.update()
+        average.after_update()
     other_model = copy.deepcopy(model)
     other = WeightAverage(other_model, decay=0.9, has_warmup=True)
     other.load_state_dict(copy.deepcopy(average.state_dict()))
     for one in (average, other):
-        one.update()
+        one.after_update()
 
     assert all(torch.equal(other.tensors[k], v) for k, v in average.tensors.items())
 

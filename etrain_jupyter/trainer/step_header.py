@@ -1,13 +1,13 @@
 """Step header: one small vector that is summed over all ranks in every step.
 
 The sum overlaps with the backward pass. Shapes: ``M`` means (loss first, see
-``objective.measures``), ``S`` slots.
+``objective.measures``), ``S`` slots, ``F`` fields of features.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,17 +15,18 @@ import torch
 from numpy.typing import NDArray
 
 from etrain_jupyter.rules.samples import ledger
-from etrain_jupyter.rules.samples.balance import SampleCost
 from etrain_jupyter.rules.samples.shard_plan import Merge
 from etrain_jupyter.trainer.gradients.tree_sum import merge
 from etrain_jupyter.trainer.group.cuda_buckets import HostCopies
 from etrain_jupyter.trainer.group.process_group import Pending, RankGroup
-from etrain_jupyter.trainer.state.weight_fingerprint import ranks_agree
 
-PENDING, REQUESTS, CHECKSUM, COUNT, FINGERPRINT, FINGERPRINT_SQUARED, NUM_COUNTS = range(7)
+PENDING, REQUESTS, CHECKSUM, COUNT, NUM_COUNTS = range(5)
 
 EVAL, SAVE = 1, 2
 """Requests that only rank 0 makes, as bits of one number."""
+
+Fill = Callable[[NDArray[np.float64]], None]
+"""Sets the fields of features, shape ``(F,)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +52,8 @@ class StepHeader:
     Args:
         num_means: ``M``.
         num_slots: ``S``.
+        num_fields: ``F``.
         merges: Order in which the slots are added up.
-        num_ranks: Number of ranks that sum their headers.
-        communication_s: This rank's exposed communication in the previous step, in seconds.
-        cost: This rank's time per sample; None if the job does not share its samples by speed.
         copies: Copies the values from a GPU, so that the training thread does not wait for it. The
             header is then sent by the exchange thread. None if the training thread sends it.
     """
@@ -64,29 +63,21 @@ class StepHeader:
         *,
         num_means: int,
         num_slots: int = 1,
+        num_fields: int = 0,
         merges: Sequence[Merge] = (),
-        num_ranks: int = 1,
-        communication_s: float = 0.0,
-        cost: SampleCost | None = None,
         copies: HostCopies | None = None,
     ) -> None:
-        # | pending | requests | checksum | count | fingerprint | its square
-        # | communication_s of rank 0 | of rank 1 | ...
-        # | cost.seconds of rank 0 | of rank 1 | ... | cost.error of rank 0 | of rank 1 | ...
-        # | means of slot 0 | of slot 1 | ...
+        # | pending | requests | checksum | count | fields | means of slot 0 | of slot 1 | ...
         #
         # One vector, because a step should need one small collective rather than several.
-        num_costs = 0 if cost is None else num_ranks
-        means_at = NUM_COUNTS + num_ranks + 2 * num_costs
+        means_at = NUM_COUNTS + num_fields
         self._values = torch.zeros(means_at + num_slots * num_means, dtype=torch.float64)
         # The same memory: an access to one number takes a tenth of torch's time for it.
         self._numbers: NDArray[np.float64] = self._values.numpy()
+        self.fields_F = self._numbers[NUM_COUNTS:means_at]
+        """The fields of features; their sums after ``wait``."""
         self._means_SM = self._numbers[means_at:].reshape(num_slots, num_means)
-        self._communication_s = communication_s
-        self._cost, self._num_costs = cost, num_costs
-        self._num_ranks = num_ranks
         self._merges = merges
-        self._world_size = 1
         self._sent: Pending | None = None
         self.copies = copies
         self._copied: list[tuple[int, torch.Tensor]] = []
@@ -120,36 +111,28 @@ class StepHeader:
         else:
             self._copied.append((slot, self.copies.start(_stacked(loss, others))))
 
-    def start(self, group: RankGroup, requests: RequestFlags, *, fingerprint: torch.Tensor) -> None:
+    def start(self, group: RankGroup, requests: RequestFlags, fill: Fill) -> None:
         """Start summing the vector over the ranks."""
         # Only rank 0 sets bits, so the sum over the ranks is rank 0's number.
         self._numbers[REQUESTS] = EVAL * requests.is_eval_due + SAVE * requests.is_save_due
         self._numbers[PENDING] = requests.is_change_pending
-        # The other ranks leave this entry at zero, so its sum is this rank's value.
-        self._numbers[NUM_COUNTS + group.rank] = self._communication_s
-        if self._cost is not None:
-            mine_at = NUM_COUNTS + self._num_ranks + group.rank
-            self._numbers[mine_at] = self._cost.seconds
-            self._numbers[mine_at + self._num_costs] = self._cost.error
-        self._world_size = group.world_size
         if self.copies is None:
-            self._complete(fingerprint)
+            self._complete(fill)
             self._sent = group.all_reduce(self._values)
             return
-        copy, wait = self.copies.start(fingerprint), self.copies.moment()
+        wait = self.copies.moment()
 
         def prepare() -> None:
             wait()
-            self._complete(copy)
+            self._complete(fill)
 
         self._sent = group.all_reduce_after(prepare, self._values)
 
-    def _complete(self, fingerprint: torch.Tensor) -> None:
+    def _complete(self, fill: Fill) -> None:
         # Add what comes from the device, see ``copies``.
         for slot, shares_M in self._copied:
             self._means_SM[slot] += shares_M.numpy()
-        mine = float(fingerprint)
-        self._numbers[FINGERPRINT], self._numbers[FINGERPRINT_SQUARED] = mine, mine * mine
+        fill(self.fields_F)
         # Check this before the sum, because afterwards the slots contain the shares of all ranks.
         self.is_own_loss_finite = bool(np.isfinite(self._means_SM[:, 0]).all())
 
@@ -184,40 +167,6 @@ class StepHeader:
     def num_samples(self) -> int:
         """Number of samples trained on."""
         return int(self._numbers[COUNT])
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds of ``communication_s`` in which this rank waited for a slower one.
-
-        The last rank to reach the exchange waits for no other rank, so its exposed communication is
-        the transfer. Any longer time of another rank is a wait for the slowest one.
-        """
-        times_s: list[float] = self._numbers[NUM_COUNTS : NUM_COUNTS + self._num_ranks].tolist()
-        return self._communication_s - min(times_s)
-
-    @property
-    def costs_s(self) -> list[float]:
-        """Time per sample of each rank, in seconds; empty if the header was created without."""
-        return self._costs(0)
-
-    @property
-    def cost_errors(self) -> list[float]:
-        """Relative standard error of each of ``costs_s``."""
-        return self._costs(self._num_costs)
-
-    def _costs(self, offset: int) -> list[float]:
-        first = NUM_COUNTS + self._num_ranks + offset
-        values: list[float] = self._numbers[first : first + self._num_costs].tolist()
-        return values
-
-    @property
-    def ranks_agree(self) -> bool:
-        """True if the fingerprints of all ranks' weights were equal."""
-        return ranks_agree(
-            self._world_size,
-            float(self._numbers[FINGERPRINT]),
-            float(self._numbers[FINGERPRINT_SQUARED]),
-        )
 
     def means(self) -> list[float]:
         """Return the means over the step's samples, loss first, shape ``(M,)``."""

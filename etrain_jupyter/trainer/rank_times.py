@@ -8,9 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from etrain_jupyter.trainer.control.reporter import Send
-from etrain_jupyter.trainer.gradients.stopwatch import StepTimes
+from etrain_jupyter.trainer.feature import Step, StepFeature
 from etrain_jupyter.trainer.group.process_group import RankGroup
+from etrain_jupyter.trainer.times import StepTimes
 from etrain_jupyter.wire.messages import RankTimesMeasured
 
 FIRST_REPORT_S = 2.5
@@ -58,7 +62,7 @@ def _read() -> tuple[int, float] | None:
         return None
 
 
-class RankTimes:
+class RankTimes(StepFeature):
     """Accumulates the times of this rank's steps between two reports."""
 
     def __init__(
@@ -68,6 +72,8 @@ class RankTimes:
         self._more = more
         """Returns additional fields of a report."""
         self._generation, self._rank, self._world_size = 0, 0, 1
+        self._communication_s = 0.0
+        """Exposed communication of the previous step in this generation."""
         self._step = 0
         self._stall_s = 0.0
         """Stall caused by the last checkpoint; reset after the next step."""
@@ -98,6 +104,31 @@ class RankTimes:
         self._interval_s = FIRST_REPORT_S
         self._generation, self._rank = group.generation, group.rank
         self._world_size = group.world_size
+        # Ranks that have just joined have no previous step, so the first step reports no wait.
+        self._communication_s = 0.0
+
+    def num_fields(self, world_size: int) -> int:
+        """Return the number of fields: the exposed communication of each rank's previous step."""
+        return world_size
+
+    def header_fields(self, step: Step, fields_F: NDArray[np.float64]) -> None:
+        """Set this rank's exposed communication; the others' entries come from them."""
+        fields_F[step.group.rank] = self._communication_s
+
+    def after_report(self, step: Step) -> None:
+        """Add a step."""
+        # The last rank to reach the exchange waits for no other rank, so its exposed communication
+        # is the transfer. Any longer time of another rank is a wait for the slowest one.
+        wait_s = self._communication_s - min(step.fields_of(self))
+        self.add_step(
+            step.number,
+            step.times,
+            samples=step.num_own,
+            elapsed_s=step.elapsed_s,
+            wait_s=wait_s,
+            metrics_s=step.metrics_s,
+        )
+        self._communication_s = step.times.communication_s
 
     def add_step(
         self,
@@ -127,7 +158,7 @@ class RankTimes:
         # Not `asdict`, whose copies would be half of the cost of the accounting.
         for name, seconds in vars(times).items():
             self._spent[name] += seconds
-        # The step header carries the times of the previous step, see ``StepHeader.wait_s``.
+        # The step header carries the times of the previous step.
         self._spent["wait_s"] += wait_s
         if metrics_s is None or self._metrics_s is None:
             self._metrics_s = None

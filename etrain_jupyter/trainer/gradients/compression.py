@@ -1,16 +1,15 @@
-"""Measure, compress and send each bucket of gradients that DistributedDataParallel has ready."""
+"""Compress gradients that the ranks exchange, for ``compression``."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from etrain_jupyter.trainer.gradients.stopwatch import Stopwatch
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 
 Send = Callable[[Any], "torch.futures.Future[torch.Tensor]"]
@@ -29,65 +28,16 @@ _HALVES = {
 }
 
 
-class CommHook:
-    """Measure and send buckets of gradients.
-
-    Args:
-        compression: ``none``, ``bf16``, ``fp16`` or ``powersgd``.
-        watch: Records when a bucket is ready; after the last bucket the backward pass is complete.
-        measures_squares: Measure the squared norm of this rank's own gradient.
-    """
-
-    def __init__(
-        self, group: RankGroup, *, compression: str, watch: Stopwatch, measures_squares: bool
-    ) -> None:
-        self._send: Send = compressed(group, compression)
-        self._watch = watch
-        self._measures_squares = measures_squares
-        self._squares: list[torch.Tensor] = []
-
-    def __call__(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Start summing a bucket over the ranks."""
-        if self._measures_squares:
-            # Measure this before the sum overwrites this rank's gradient in place.
-            self._squares.append(_square(bucket.buffer()))
-        self._watch.bucket_is_ready()
-        return self._send(bucket)
-
-    def take_square_norm(self) -> float:
-        """Return the squared norm over the buckets since the last call."""
-        squares, self._squares = self._squares, []
-        return _sum(squares)
-
-
-def square_norm(tensors: Iterable[torch.Tensor]) -> float:
-    """Return the squared norm of tensors, taken as one vector."""
-    return _sum([_square(tensor) for tensor in tensors])
-
-
-def _square(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach()
-    # In fp16, the square of 256 overflows, so the norm is computed in float32.
-    norm: torch.Tensor = torch.linalg.vector_norm(values.float())
-    return norm.double().square()
-
-
-def _sum(squares: list[torch.Tensor]) -> float:
-    return float(torch.stack(squares).sum()) if squares else 0.0
-
-
 def compressed(group: RankGroup, compression: str) -> Send:
     """Return a function that sums a bucket of gradients over the ranks.
 
     Args:
         group: The process group of the generation.
-        compression: ``none``; ``bf16`` or ``fp16``, which send and sum in that format; or
+        compression: ``bf16`` or ``fp16``, which send and sum in that format; or
             ``powersgd``, which sends two low-rank factors of each matrix and adds the residual to
             the next step's gradient. A new generation starts without a residual, so that an undone
             step has no effect on it.
     """
-    if compression == "none":
-        return group.ddp_hook
     if compression == "powersgd":
         return _powersgd(group)
     # torch's wrapper casts the bucket, calls the inner hook, and casts the result back.
