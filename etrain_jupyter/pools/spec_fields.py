@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainSerializer
@@ -55,3 +56,16 @@ def auto_or_list(value: Any, what: str, example: str) -> Any:
         f"{{key}} must be auto or a list of {what}, not {in_words(value)}",
         hint=f"write for example {example}",
     )
+
+
+def variables(value: Any) -> Any:
+    """Return the variables of a mapping as texts; YAML reads ``OMP_NUM_THREADS: 4`` as a number."""
+    if not isinstance(value, Mapping):
+        return value
+    for name, word in value.items():
+        if isinstance(word, bool) or not isinstance(word, str | int | float):
+            raise fault(f"{{key}}.{name} must be a text or a number, not {in_words(word)}")
+    return {name: str(word) for name, word in value.items()}
+
+
+Variables = Annotated[dict[str, str], BeforeValidator(variables)]

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -95,6 +96,34 @@ class SchedulerFinder(Protocol):
     def look(self) -> SchedulerRecord | None:
         """Return the newest scheduler; None if the cluster is shutting down."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteScheduler:
+    """A scheduler on another machine."""
+
+    address: str
+    num_lives: int
+    is_serving: bool = True
+    """Its process cannot be seen from here: assume True, and try to connect."""
+
+
+class RecordFinder:
+    """Finds a remote scheduler in a file, which the pool keeps up to date."""
+
+    is_remote = True
+
+    def __init__(self, path: Path, *, away_s: float) -> None:
+        self._path = path
+        self.away_s = away_s
+
+    def look(self) -> RemoteScheduler | None:
+        """Return the current scheduler; None without a record, because the cluster has ended."""
+        try:
+            known = json.loads(self._path.read_text())
+            return RemoteScheduler(address=known["scheduler"], num_lives=known["num_lives"])
+        except (OSError, ValueError, KeyError):
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import pytest
 from etrain_jupyter.plugins.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.plugins.ec2.simulator import FakeAws
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
-from etrain_jupyter.plugins.slurm.client.pool import SlurmPool
+from etrain_jupyter.plugins.slurm.pool import SlurmPool
 from etrain_jupyter.plugins.slurm.simulator import FakeSlurm
 from etrain_jupyter.plugins.slurm.spec import SlurmSpec
 from etrain_jupyter.pools.address.pool import AddressPool

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from etrain_jupyter.head.coordinator.nodes import JobProgress
+from etrain_jupyter.head.node_source import HeadFacts
 from etrain_jupyter.plugins.ec2.head.nodes import AwsNodes
 from etrain_jupyter.plugins.ec2.simulator import FakeAws
 from etrain_jupyter.plugins.ec2.simulator.fixtures import point_boto_at
@@ -72,6 +74,8 @@ class Head:
     gone: dict[str, str] = dataclasses.field(default_factory=dict)
     warnings: list[str] = dataclasses.field(default_factory=list)
     halts: list[str] = dataclasses.field(default_factory=list)
+    notices: dict[str, float] = dataclasses.field(default_factory=dict)
+    jobs: list[JobProgress] = dataclasses.field(default_factory=list)
     is_serving: bool = True
     """True if machines connect as soon as they are listed."""
 
@@ -106,14 +110,21 @@ def cluster_dir(tmp_path: Path) -> ClusterDir:
 def make_head(cloud: FakeAws, cluster_dir: ClusterDir, spec: AwsSpotSpec) -> Head:
     head: Head
     nodes = AwsNodes(
-        cluster_dir,
-        spec,
-        is_connected=lambda worker: worker in head.connected,
-        on_gone=lambda worker, why: head.gone.update({worker: why}),
-        on_warning=lambda text: head.warnings.append(text),
-        on_halt=lambda text: head.halts.append(text),
+        HeadFacts(
+            cluster=cluster_dir,
+            settings=ClusterSettings(spec=spec.model_dump(mode="json", exclude_unset=True)),
+            parent_pipe=-1,
+            incarnation=1,
+            is_connected=lambda worker: worker in head.connected,
+            is_busy=lambda worker: worker in head.busy,
+            on_gone=lambda worker, why: head.gone.update({worker: why}),
+            on_warning=lambda text: head.warnings.append(text),
+            on_note=lambda text: None,
+            on_notice=lambda worker, at: head.notices.update({worker: at}),
+            progress=lambda: head.jobs,
+            on_halt=lambda text: head.halts.append(text),
+        )
     )
-    nodes.is_busy = lambda worker: worker in head.busy
     head = Head(cloud=cloud, nodes=nodes)
     return head
 

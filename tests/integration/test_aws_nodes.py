@@ -81,7 +81,7 @@ async def test_deadline_policy_starts_a_job_on_demand_and_then_replaces_it_by_sp
         min_workers=1,
         max_workers=2,
     )
-    head.nodes.progress = lambda: [waiting]
+    head.jobs = [waiting]
     head.nodes.want(2, reason="test")
     await head.until(head.running)
     (first,) = head.running()
@@ -90,7 +90,7 @@ async def test_deadline_policy_starts_a_job_on_demand_and_then_replaces_it_by_sp
 
     # The job has ended, another one can use spot machines, and the first machine is in use.
     head.busy.add(first)
-    head.nodes.progress = lambda: []
+    head.jobs = []
     cloud.set_capacity(2)
     await head.until(lambda: first in head.gone)
     await head.until(lambda: len(head.running()) == 2)
@@ -198,8 +198,6 @@ async def test_prices_above_max_hourly_give_the_jobs_a_notice(
     cloud.set_price(0.5)
     keys = {"max_hourly": 1.1}
     head = await open_head(budget=keys, lifetime={"lease_ttl": "8 s", "linger": "0.2 s"})
-    notices: dict[str, float] = {}
-    head.nodes.on_notice = lambda worker, deadline: notices.update({worker: deadline})
     head.nodes.want(4, reason="test")
     await head.until(lambda: len(head.running()) == 2)
     head.busy = set(head.running())
@@ -209,7 +207,7 @@ async def test_prices_above_max_hourly_give_the_jobs_a_notice(
     thread._accounts.prices.fetched_at = 1.0  # as if the prices were stale
     await head.until(lambda: len(head.gone) == 1)
 
-    assert set(head.gone) == set(notices)
+    assert set(head.gone) == set(head.notices)
     assert len(head.launched()) == 2
     assert any("prices have risen" in text for text in head.warnings)
 

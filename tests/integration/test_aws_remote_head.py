@@ -190,7 +190,7 @@ def test_client_outside_the_network_reaches_the_head_through_an_ssm_tunnel(
 def test_tunnel_without_the_aws_command_line_names_the_missing_program(
     cloud: FakeAws, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("etrain_jupyter.plugins.ec2.client.tunnel.shutil.which", lambda _: None)
+    monkeypatch.setattr("etrain_jupyter.plugins.ec2.client.head_link.shutil.which", lambda _: None)
     pool = make_pool(head_tunnel="ssm")
 
     with pytest.raises(PoolError, match="needs the AWS command line"):

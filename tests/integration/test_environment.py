@@ -24,11 +24,11 @@ import pytest
 from etrain_jupyter.errors import StoreError
 from etrain_jupyter.plugins.ec2.bootstrap import ROOT, BootFacts, user_data
 from etrain_jupyter.plugins.ec2.environment import torch_builds
-from etrain_jupyter.plugins.ec2.environment.manifest import key_of
 from etrain_jupyter.plugins.ec2.environment.packages import Package, find_uv, run_uv
 from etrain_jupyter.plugins.ec2.environment.prepare import NodeNeeds, Prepared, prepare
 from etrain_jupyter.plugins.ec2.environment.sources import MissingWheelsError
-from etrain_jupyter.plugins.ec2.machine.node_bucket import LIMITS
+from etrain_jupyter.plugins.ec2.environment.wheels import key_of
+from etrain_jupyter.plugins.ec2.machine.base_agent import LIMITS
 from etrain_jupyter.plugins.ec2.simulator.imds import ImdsServer, instance_pages
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects.s3_bucket import Bucket

@@ -20,7 +20,7 @@ import pytest
 from etrain_jupyter import cli
 from etrain_jupyter.log.events import LogLine
 from etrain_jupyter.notebook.commands.subcommands import run_line
-from etrain_jupyter.plugins.ec2 import account_commands
+from etrain_jupyter.plugins.ec2.account import check
 from etrain_jupyter.plugins.ec2.simulator import Account, ApiFault, FakeAws
 from etrain_jupyter.storage.objects import bucket_owners
 from tests.capabilities import long
@@ -248,8 +248,8 @@ def test_check_without_capacity_says_why_nothing_was_trained(
     init(run, account)
     shorten(cloud, tmp_path)
     cloud.set_capacity(0)
-    wait = account_commands._wait_for_step
-    monkeypatch.setattr(account_commands, "_wait_for_step", lambda job, **_: wait(job, timeout_s=6))
+    wait = check._wait_for_step
+    monkeypatch.setattr(check, "_wait_for_step", lambda job, **_: wait(job, timeout_s=6))
     status, text = run("pools", "check", "spot")
     assert status == 1
     assert "the check of pool spot failed: job check-spot" in text

@@ -19,7 +19,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.notebook.job.open_jobs import attach
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.plugins.slurm.client.pool import SlurmPool
+from etrain_jupyter.plugins.slurm.pool import SlurmPool
 from etrain_jupyter.plugins.slurm.simulator import FakeSlurm
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.registry import get_pool

@@ -24,7 +24,7 @@ PLUGIN = Plugin(
             # group be deleted.
             down_s=240.0,
             check=f"{_HERE}.doctor:check",
-            find=f"{_HERE}.clusters:find_machines",
+            find=f"{_HERE}.account_commands:find_machines",
             check_all=f"{_HERE}.doctor:check_all",
         )
     },
@@ -36,5 +36,5 @@ PLUGIN = Plugin(
         Command(run=f"{_HERE}.account_commands:policy", group="pools"),
     ),
     words=f"{_HERE}.account_commands:WORDS",
-    notices=f"{_HERE}.machine.notices:watch_if_on_ec2",
+    notices=f"{_HERE}.machine.imds:watch_if_on_ec2",
 )

@@ -1,39 +1,35 @@
 """The sub-commands ``reap``, and ``pools init``, ``check``, ``remove`` and ``policy``.
 
+Also finds the clusters in the user's account by their tags, from any machine.
+
 boto3 is imported only when one of them runs.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 from etrain_jupyter.errors import ConfigError, EtrainError, PoolError
-from etrain_jupyter.log.events import Event, GenerationReady, LogLine, StepCompleted, WorkerJoined
 from etrain_jupyter.notebook.commands.arguments import Spelling, StoreCount, one_of
 from etrain_jupyter.notebook.commands.subcommands import Surface
-from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.plugins.ec2 import clusters
-from etrain_jupyter.pools.catalog import read_catalog
-from etrain_jupyter.pools.registry import get_pool
+from etrain_jupyter.plugins.ec2.spec import KIND, AwsSpotSpec
+from etrain_jupyter.pools.base import Leftovers
+from etrain_jupyter.pools.catalog import files, read_catalog
+from etrain_jupyter.pools.clusters import report_ended
+from etrain_jupyter.process.cluster_dir import cluster_dirs
 
 if TYPE_CHECKING:
-    from etrain_jupyter.plugins.ec2.account.check_record import CheckRecord
-    from etrain_jupyter.plugins.ec2.head.cluster_files import BootPhase
-    from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
-
-STEPS_S = 300.0
-"""Time for warming up and training one step, in addition to ``lifetime.boot``."""
+    from etrain_jupyter.plugins.ec2.account.site import Dialog
+    from etrain_jupyter.plugins.ec2.reaping import Tagged
 
 WORDS = {
     "action": ("check", "init", "policy", "remove"),
     "head": ("notebook", "on-demand"),
 }
 """Accepted words by the name of the argument, for completion."""
-
-E = TypeVar("E", bound=Event)
 
 Word = Annotated[str | None, Spelling(metavar="NAME")]
 Words = Annotated[str | None, Spelling(metavar="A,B")]
@@ -112,10 +108,7 @@ def init(
     return run_init(
         pool,
         options,
-        ask=_ask,
-        say=surface.say,
-        is_confirmed=yes or template is not None,
-        is_dry_run=dry_run,
+        _dialog(surface, yes=yes or template is not None, dry_run=dry_run),
         template=None if template is None else Path(template).expanduser(),
     )
 
@@ -153,10 +146,7 @@ def remove(
     return remove_pool(
         pool,
         InitOptions(region=region, bucket=bucket, profile=profile),
-        ask=_ask,
-        say=surface.say,
-        is_confirmed=yes,
-        is_dry_run=dry_run,
+        _dialog(surface, yes=yes, dry_run=dry_run),
         deletes_objects=delete_objects,
     )
 
@@ -172,26 +162,9 @@ def check(surface: Surface, pool: str, *, no_boot: bool = False) -> str:
         pools check spot --no-boot
     """
     _need_boto3()
-    from etrain_jupyter.plugins.ec2.account.boot import look_up
-    from etrain_jupyter.plugins.ec2.account.check_record import open_record, remove_killed
+    from etrain_jupyter.plugins.ec2.account.check import check_pool
 
-    spec = _spec_of(pool)
-    with open_record(pool, spec) as record:
-        if record:
-            surface.say("removing what a previous check has left, which was killed")
-            if left := remove_killed(pool, spec, record):
-                surface.say(f"note  not removed yet: {left}")
-        try:
-            for line in look_up(spec):
-                surface.say(line)
-        except EtrainError as exc:
-            raise PoolError(
-                f"pool {pool} cannot be used: {str(exc).rstrip('.')}. No node was launched. Fix "
-                f"it, and run `%etrain pools check {pool}` again."
-            ) from exc
-        if no_boot:
-            return f"pool {pool} can be looked up. Only a check without --no-boot proves it."
-        return _boot(surface, pool, spec, record)
+    return check_pool(surface, pool, _spec_of(pool), boots=not no_boot)
 
 
 def reap(
@@ -206,7 +179,34 @@ def reap(
     Example:
         reap --all
     """
-    return clusters.reap(cluster, all_clusters=all, region=region)
+    from etrain_jupyter.plugins.ec2.reaping import by_cluster, remove_found, should_remove
+
+    specs = aws_specs(region)
+    if not specs:
+        raise ConfigError(
+            "no pool of kind aws-spot is configured, so no region is known. Nothing was removed",
+            hint="run reap in the folder of a pools.yaml, or name a region: --region us-east-1",
+        )
+    leftovers: dict[str, Leftovers] = {}
+    kept: set[str] = set()
+    for spec in specs:
+        # Two specs may use the same region with different credentials; each sees its own account.
+        for cluster_id, own in by_cluster(_find(spec)).items():
+            if should_remove(own, cluster_id=cluster or "", all_clusters=all):
+                leftovers[cluster_id] = remove_found(spec, own)
+            else:
+                kept.add(cluster_id)
+    # A cluster id that does not exist is an error: a typo must not look like success.
+    if cluster is not None and not leftovers:
+        known = ", ".join(sorted(kept)) or "none"
+        raise PoolError(
+            f"cluster {cluster!r} has no resources on EC2. Nothing was removed. "
+            f"Clusters on EC2: {known}."
+        )
+    report = report_ended(leftovers, "Nothing on EC2 has expired.")
+    if kept and cluster is None:
+        report += f"\nkept, not expired: {', '.join(sorted(kept))} (--all removes them too)"
+    return report
 
 
 def policy(surface: Surface, pool: str | None = None) -> str:
@@ -218,154 +218,94 @@ def policy(surface: Surface, pool: str | None = None) -> str:
     Example:
         pools policy spot
     """
-    return clusters.policies(pool)
+    from etrain_jupyter.plugins.ec2.client import policy as policies
 
-
-# --- booting one node ---
-
-
-def _boot(surface: Surface, name: str, spec: AwsSpotSpec, record: CheckRecord) -> str:
-    """Train one step on one node, and shut the cluster down; return a table of the phases."""
-    from etrain_jupyter.plugins.ec2.account.boot import (
-        forget_probe,
-        install_phases,
-        launch_of,
-        phases_of,
-        running_clusters,
-        total_of,
-    )
-    from etrain_jupyter.plugins.ec2.ec2_api import Clients
-
-    if running := running_clusters(Clients(spec), spec):
-        raise PoolError(
-            f"pool {name} is in use by {', '.join(running)}, so no node was booted for the check. "
-            f"Everything else is in order. Wait for its jobs and run `%etrain down {name}`, or use "
-            "--no-boot."
+    entries = {e.name: e for e in read_catalog().values() if e.kind == KIND}
+    if pool is None and len(entries) == 1:
+        [pool] = entries
+    if pool not in entries:
+        known = ", ".join(entries) or f"none in {' or '.join(map(str, files()))}"
+        raise ConfigError(
+            "no pool name was given" if pool is None else f"no pool '{pool}' has the kind {KIND}",
+            hint=f"write pools policy NAME, with one of these names: {known}",
         )
-    surface.say(f"booting one node, which takes up to {spec.lifetime.boot / 60:.0f} min")
-    started_at = time.time()
-    pool = get_pool(name)
-    record.note(boots=True)
-    try:
-        cluster_id = pool.up().cluster_id
-        record.note(cluster_id=cluster_id)
-        job = surface.submit(_body(name))
-        record.note(job_id=job.id)
-        status = _wait_for_step(job, timeout_s=spec.lifetime.boot + STEPS_S)
-        launched_at, machine = launch_of(spec, cluster_id)
-        installed = install_phases(spec, cluster_id)
-        # Read the log now: it may be in the bucket, from which it is deleted below.
-        events = list(job.events())
-        problem = _problem_of(job, status, events, spec, machine)
-    finally:
-        # Also after an interrupt or an error: the machine costs money until it ends.
-        surface.say("terminating the node")
-        ended = time.time()
-        left = pool.down(timeout_s=240.0)
-    if left:
-        raise PoolError(
-            f"the node of the check cannot be removed: {left}. It may still cost money. Run "
-            f"`%etrain down {name}`, then `%etrain ls --all`."
-        )
-    kept = forget_probe(spec, job_id=job.id, cluster_id=cluster_id)
-    record.forget()
-    if problem:
-        raise PoolError(
-            f"the check of pool {name} failed: {problem}. All that it launched was terminated. "
-            f"Then run `%etrain pools check {name}` again."
-        )
-    joined, marks = _first(events, WorkerJoined), _marks(events, started_at, launched_at, installed)
-    marks += [("save, finish", ended), ("terminate", time.time())]
-    phases = phases_of(marks, launched_at=launched_at, usd_per_h=joined.usd_per_h or 0.0)
-    price = "unknown" if joined.usd_per_h is None else f"${joined.usd_per_h:.4g} per hour"
-    lines = [
-        f"pool {name} trained one step on {machine} ({joined.device}), {price}",
-        *map(str, (*phases, total_of(phases))),
-    ]
-    return "\n".join([*lines, f"note: {kept}"] if kept else lines)
-
-
-def _body(name: str) -> dict[str, Any]:
-    """Return the keys of the job: one step of a linear layer."""
-    from etrain_jupyter.plugins.ec2.account.check_record import job_name
-
-    return {
-        "name": job_name(name),
-        "model": "etrain_jupyter.recipes.probe:Probe",
-        "data": {"train": "etrain_jupyter.recipes.probe:samples"},
-        "loss": "torch.nn.functional:cross_entropy",
-        "batch": {"global": 8},
-        "steps": 1,
-        "workers": {"min": 1, "max": 1},
-        "pool": name,
+    spec = entries[pool].read_as(AwsSpotSpec)
+    parts = {
+        "For your user, or the role of the machine that starts clusters": policies.launcher_policy(
+            spec, head_role=spec.iam.head_profile if spec.head == "on-demand" else ""
+        ),
+        f"For the role of instance profile {spec.iam.instance_profile}": policies.node_policy(spec),
+        "Trust policy of that role": policies.trust_policy(),
     }
+    if spec.head == "on-demand":
+        title = f"For the role of instance profile {spec.iam.head_profile}, of an on-demand head"
+        parts[title] = policies.head_policy(spec)
+    return "\n\n".join(f"# {title}\n{json.dumps(part, indent=2)}" for title, part in parts.items())
 
 
-def _wait_for_step(job: TrainingJob, *, timeout_s: float) -> str:
-    try:
-        return str(job.wait(timeout_s))
-    except EtrainError:
-        return str(job.status)
+# --- clusters in the user's account ---
 
 
-def _problem_of(
-    job: TrainingJob, status: str, events: Sequence[Event], spec: AwsSpotSpec, machine: str
-) -> str:
-    """Return why the pool is not ready; empty if a step was trained on the device to use."""
-    from etrain_jupyter.plugins.ec2.account.boot import num_gpus
-
-    if status == "finished":
-        if _first(events, WorkerJoined).device != "cpu" or not num_gpus(spec, machine):
-            return ""
-        return (
-            f"{machine} has a GPU, but torch on the node sees none: the image {spec.image.ami} has "
-            f"no NVIDIA driver, or {_torch_of(spec)}. Choose "
-            f"another image.ami{'' if spec.image.is_kernel else ' or image.python'}"
-        )
-    # Without a worker, the pool's own warnings say why: permissions, quota, capacity, versions.
-    warnings = [one.text for one in events if isinstance(one, LogLine) and one.level == "warning"]
-    reason = (
-        job.reason or (warnings or [f"no step within {spec.lifetime.boot + STEPS_S:.0f} s"])[-1]
-    )
-    return f"job {job.id} is {status} ({reason.rstrip('.')})"
+def find_machines(region: str | None = None) -> str:
+    """Return all EC2 resources of etrain clusters, one per line with age and price."""
+    specs = aws_specs(region)
+    if not specs:
+        return "No pool of kind aws-spot is configured. Use --region NAME to search a region."
+    lines = []
+    for spec in specs:
+        try:
+            found = _find(spec)
+        except PoolError as exc:
+            lines.append(f"{spec.region}: {exc}")
+            continue
+        lines += [_line_of(resource) for resource in found]
+        if not found:
+            lines.append(f"{spec.region}: nothing")
+    return "\n".join(lines)
 
 
-def _torch_of(spec: AwsSpotSpec) -> str:
-    """Return what may be wrong with the torch of a node that sees no GPU."""
-    if spec.image.is_kernel:
-        return "one that is too old for the installed build of torch (CUDA 13 needs driver 580)"
-    return f"the torch of {spec.image.interpreter} was built for CPUs"
+def _find(spec: AwsSpotSpec) -> list[Tagged]:
+    from etrain_jupyter.plugins.ec2.ec2_api import Clients
+    from etrain_jupyter.plugins.ec2.reaping import find_tagged
+
+    return find_tagged(Clients(spec), spec.region)
 
 
-def _marks(
-    events: Sequence[Event],
-    started_at: float,
-    launched_at: float,
-    installed: Sequence[BootPhase],
-) -> list[tuple[str, float]]:
-    """Return the ends of the phases, see ``phases_of``."""
-    boots = [("boot", installed[0].at - installed[0].seconds)] if installed else []
-    return [
-        ("", started_at),
-        ("start head, launch", launched_at or started_at),
-        *boots,
-        *((phase.name, phase.at) for phase in installed),
-        ("hello" if installed else "boot, connect", _first(events, WorkerJoined).time),
-        ("load, warm up", _first(events, GenerationReady).time),
-        ("first step", _first(events, StepCompleted).time),
-    ]
+def _line_of(tagged: Tagged) -> str:
+    # Security groups have no creation time.
+    age_h = (time.time() - tagged.since) / 3600 if tagged.since else 0.0
+    price = "" if tagged.usd_per_h is None else f", ${tagged.usd_per_h:.4g}/h"
+    facts = "".join(f" {fact}" for fact in (tagged.type, tagged.lifecycle, tagged.state) if fact)
+    expired = ", has expired" if tagged.is_expired else ""
+    age = f", {age_h:.1f} h old" if tagged.since else ""
+    name = f"{tagged.region}  {tagged.cluster_id}  {tagged.kind} {tagged.id}"
+    return f"{name}{facts}{age}{price}{expired}"
 
 
-def _first(events: Sequence[Event], kind: type[E]) -> E:
-    return next(event for event in events if isinstance(event, kind))
+def aws_specs(region: str | None = None) -> list[AwsSpotSpec]:
+    """Return one spec per region and profile, from ``pools.yaml`` and running clusters."""
+    found: dict[tuple[str, str | None, str | None], AwsSpotSpec] = {}
+    for entry in read_catalog().values():
+        if entry.kind == KIND:
+            spec = entry.read_as(AwsSpotSpec)
+            found.setdefault((spec.region, spec.profile, spec.endpoint_url), spec)
+    # The pools.yaml of a running cluster may have been changed or removed since the cluster was
+    # started.
+    for cluster in cluster_dirs():
+        if cluster.cluster_id.startswith("aws-"):
+            spec = AwsSpotSpec.model_validate(cluster.settings().spec)
+            found.setdefault((spec.region, spec.profile, spec.endpoint_url), spec)
+    if region and all(known[0] != region for known in found):
+        # The spec requires a bucket name, so use a placeholder: the actual bucket is in each
+        # cluster's tags.
+        found[region, None, None] = AwsSpotSpec(region=region, bucket="not-known")
+    return list(found.values())
 
 
 # --- small helpers ---
 
 
 def _spec_of(name: str) -> AwsSpotSpec:
-    from etrain_jupyter.plugins.ec2.spec import KIND, AwsSpotSpec
-
     catalog = read_catalog()
     entry = catalog.get(name)
     if entry is None or entry.kind != KIND:
@@ -376,6 +316,12 @@ def _spec_of(name: str) -> AwsSpotSpec:
             + (f"; defined pools: {', '.join(known)}" if known else ""),
         )
     return entry.read_as(AwsSpotSpec)
+
+
+def _dialog(surface: Surface, *, yes: bool, dry_run: bool) -> Dialog:
+    from etrain_jupyter.plugins.ec2.account.site import Dialog
+
+    return Dialog(ask=_ask, say=surface.say, is_confirmed=yes, is_dry_run=dry_run)
 
 
 def _ask(question: str) -> str:

@@ -239,22 +239,26 @@ def _unpack_archive(spec: AwsSpotSpec, boot: BootFacts) -> list[str]:
     ]
 
 
+def describe_image(clients: Clients, spec: AwsSpotSpec) -> dict[str, Any]:
+    """Return EC2's description of the pool's image; raise ``ClientError`` if there is none."""
+    ami = spec.image.ami
+    if ami.startswith("ssm:"):
+        ami = clients.ssm.get_parameter(Name=ami.removeprefix("ssm:"))["Parameter"]["Value"]
+    images: list[dict[str, Any]] = clients.ec2.describe_images(ImageIds=[ami])["Images"]
+    if not images:
+        # Treat an empty list like the error that EC2 returns for an unknown id.
+        error = {"Error": {"Code": "InvalidAMIID.NotFound", "Message": ""}}
+        raise ClientError(error, "DescribeImages")
+    return images[0]
+
+
 def find_image(clients: Clients, spec: AwsSpotSpec) -> tuple[str, str]:
     """Return the image's id and root device; raise ``PoolError`` if EC2 has no such image."""
-    named = spec.image.ami
     try:
-        ami = named
-        if named.startswith("ssm:"):
-            name = named.removeprefix("ssm:")
-            ami = clients.ssm.get_parameter(Name=name)["Parameter"]["Value"]
-        images = clients.ec2.describe_images(ImageIds=[ami])["Images"]
-        if not images:
-            # Treat an empty list like the error that EC2 returns for an unknown id.
-            error = {"Error": {"Code": "InvalidAMIID.NotFound", "Message": ""}}
-            raise ClientError(error, "DescribeImages")
-        return ami, images[0].get("RootDeviceName") or "/dev/xvda"
+        image = describe_image(clients, spec)
     except ClientError as exc:
-        raise pool_error(f"image.ami={named} cannot be used", exc, NOTHING) from exc
+        raise pool_error(f"image.ami={spec.image.ami} cannot be used", exc, NOTHING) from exc
+    return image["ImageId"], image.get("RootDeviceName") or "/dev/xvda"
 
 
 def make_template(

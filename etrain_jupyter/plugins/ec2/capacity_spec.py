@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from etrain_jupyter.config.fields import Section, check_word, fault
 from etrain_jupyter.config.source_map import in_words
@@ -14,6 +14,14 @@ from etrain_jupyter.pools.spec_fields import Duration, Names, auto_or_list
 
 DEFAULT_TYPES = ("g5.xlarge", "g6.xlarge", "g4dn.xlarge")
 """Types with one GPU. With fewer than three types, EC2 gives every zone a low score."""
+
+
+WORDS = {
+    "policy": (("spot", "deadline"), "deadline"),
+    "placement": (("single-az", "spread"), "single-az"),
+    "on_shortage": (("shrink", "migrate", "spread", "auto"), "shrink"),
+}
+"""Accepted words of a key, and the one to suggest."""
 
 
 class WorkersSpec(Section):
@@ -139,10 +147,11 @@ class CapacitySpec(Section):
             )
         return float(value)  # YAML reads 0 and 1 as integers
 
-    @field_validator("policy", mode="before")
+    @field_validator("policy", "placement", "on_shortage", mode="before")
     @classmethod
-    def _known_policy(cls, value: Any) -> Any:
-        return check_word(value, ("spot", "deadline"), usual="policy: deadline")
+    def _known_word(cls, value: Any, info: ValidationInfo) -> Any:
+        known, usual = WORDS[str(info.field_name)]
+        return check_word(value, known, usual=f"{info.field_name}: {usual}")
 
     @model_validator(mode="before")
     @classmethod
@@ -182,15 +191,3 @@ class CapacitySpec(Section):
     @classmethod
     def _list_or_auto(cls, value: Any) -> Any:
         return auto_or_list(value, "zones", "[us-east-1a, us-east-1b]")
-
-    @field_validator("placement", mode="before")
-    @classmethod
-    def _known_placement(cls, value: Any) -> Any:
-        return check_word(value, ("single-az", "spread"), usual="placement: single-az")
-
-    @field_validator("on_shortage", mode="before")
-    @classmethod
-    def _known_shortage(cls, value: Any) -> Any:
-        return check_word(
-            value, ("shrink", "migrate", "spread", "auto"), usual="on_shortage: shrink"
-        )

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from etrain_jupyter.display.numbers import counted
-from etrain_jupyter.errors import EtrainError
+from etrain_jupyter.errors import EtrainError, PoolError
 from etrain_jupyter.notebook.commands.doctor import Finding, version_of
-from etrain_jupyter.plugins.ec2.clusters import aws_specs
+from etrain_jupyter.plugins.ec2.account_commands import aws_specs
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.catalog import PoolEntry
 
@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 
 EC2_S = 15.0
 """Timeout for querying EC2 in one region, in seconds."""
+METHODS = {
+    "env": "the environment",
+    "shared-credentials-file": "~/.aws/credentials",
+    "config-file": "~/.aws/config",
+    "iam-role": "the role of this machine",
+    "container-role": "the role of this container",
+    "assume-role": "a role that a profile assumes",
+    "sso": "a profile that signs in",
+    "login": "a profile that signs in",
+    "custom-process": "a program that a profile names",
+}
+"""Sources of credentials, by boto3's names."""
 
 
 def check(entries: Sequence[PoolEntry]) -> list[Finding]:
@@ -32,8 +44,6 @@ def check(entries: Sequence[PoolEntry]) -> list[Finding]:
     if not version:
         remedy = "pip install 'etrain-jupyter[aws]'"
         return [Finding(state="wrong", what="boto3 missing: EC2 cannot be used", remedy=remedy)]
-    from etrain_jupyter.plugins.ec2.client.credentials import find_credentials
-
     findings = []
     for spec in specs.values():
         whose = f" of profile {spec.profile}" if spec.profile else ""
@@ -51,6 +61,29 @@ def check(entries: Sequence[PoolEntry]) -> list[Finding]:
     return findings
 
 
+def find_credentials(spec: AwsSpotSpec) -> str:
+    """Return the source of boto3's credentials as text; empty if there are none.
+
+    They may be invalid or expired; only a request to AWS can determine that. Outside of EC2, this
+    may take two seconds, while boto3 looks for the machine's role.
+
+    Raises:
+        PoolError: If the configuration is invalid, such as a profile that does not exist.
+    """
+    import boto3
+    from botocore.exceptions import BotoCoreError
+
+    from etrain_jupyter.plugins.ec2.aws_messages import message_of_error
+
+    try:
+        session = boto3.session.Session(profile_name=spec.profile, region_name=spec.region)
+        found = session.get_credentials()
+    except BotoCoreError as exc:
+        raise PoolError(message_of_error(exc)) from exc
+    # A newer boto3 may have methods that METHODS lacks: return boto3's own name for those.
+    return METHODS.get(found.method, found.method) if found is not None else ""
+
+
 def check_all(region: str | None) -> list[Finding]:
     """Check all clusters created by this package in the account, also those of other users."""
     return [found for spec in aws_specs(region) for found in _query_ec2(spec)]
@@ -58,7 +91,7 @@ def check_all(region: str | None) -> list[Finding]:
 
 def _query_ec2(spec: AwsSpotSpec) -> list[Finding]:
     from etrain_jupyter.plugins.ec2.ec2_api import Clients
-    from etrain_jupyter.plugins.ec2.reaping import find_tagged
+    from etrain_jupyter.plugins.ec2.reaping import by_cluster, find_tagged
 
     results: list[Tagged | Exception] = []
     has_responded = threading.Event()
@@ -79,12 +112,9 @@ def _query_ec2(spec: AwsSpotSpec) -> list[Finding]:
     if results and isinstance(results[0], Exception):
         return [Finding(state="wrong", what=str(results[0]), remedy="%etrain pools policy")]
     resources = [one for one in results if not isinstance(one, Exception)]
-    ids = sorted({one.cluster_id for one in resources})
     findings = [
-        _describe_cluster(
-            spec.region, cluster, [one for one in resources if one.cluster_id == cluster]
-        )
-        for cluster in ids
+        _describe_cluster(spec.region, cluster, own)
+        for cluster, own in by_cluster(resources).items()
     ]
     return findings or [Finding(state="ok", what=f"no clusters on EC2 in {spec.region}")]
 

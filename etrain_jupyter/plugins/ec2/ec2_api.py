@@ -74,6 +74,26 @@ class TypeFacts:
     gpus: int = 0
     gpu_memory_gib: float = 0.0
     encrypts_traffic: bool = False
+    architectures: tuple[str, ...] = ()
+    vcpus: int = 0
+
+
+class _Service:
+    """A client for one service, with retries."""
+
+    def __init__(
+        self, service: str, *, attempts: int, mode: str = "standard", region: str | None = None
+    ) -> None:
+        self._service, self._region = service, region
+        self._retries = {"mode": mode, "total_max_attempts": attempts}
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, clients: Clients | None, owner: type) -> Any:
+        if clients is None:
+            return self
+        return clients._client(self._service, self._name, self._retries, self._region)
 
 
 class Clients:
@@ -88,48 +108,20 @@ class Clients:
         self._session: Any = None
         self._own_account = ""
 
-    @property
-    def ec2(self) -> Any:
-        """Client for reads and idempotent requests."""
-        # Adaptive mode also slows down the client when EC2 throttles requests.
-        return self._client("ec2", {"mode": "adaptive", "total_max_attempts": 6})
-
-    @property
-    def launcher(self) -> Any:
-        """Client for launches, without retries."""
-        return self._client("ec2", {"mode": "standard", "total_max_attempts": 1}, "launcher")
-
-    @property
-    def ssm(self) -> Any:
-        """Client for looking up images by SSM parameter."""
-        return self._client("ssm", {"mode": "standard", "total_max_attempts": 4})
-
-    @property
-    def pricing(self) -> Any:
-        """Client for on-demand rates, which are served by only a few regions."""
-        return self._client(
-            "pricing", {"mode": "standard", "total_max_attempts": 2}, region="us-east-1"
-        )
-
-    @property
-    def iam(self) -> Any:
-        """Client for roles and policies."""
-        return self._client("iam", {"mode": "standard", "total_max_attempts": 4})
-
-    @property
-    def quotas(self) -> Any:
-        """Client for the account's limits."""
-        return self._client("service-quotas", {"mode": "standard", "total_max_attempts": 3})
-
-    @property
-    def cloudformation(self) -> Any:
-        """Client for the stack with a pool's resources."""
-        return self._client("cloudformation", {"mode": "standard", "total_max_attempts": 4})
-
-    @property
-    def s3(self) -> Any:
-        """Client for looking up and deleting buckets; objects are accessed with ``bucket``."""
-        return self._client("s3", {"mode": "standard", "total_max_attempts": 4}, "s3-admin")
+    # Adaptive mode also slows down the client when EC2 throttles requests.
+    ec2 = _Service("ec2", attempts=6, mode="adaptive")
+    """For reads and idempotent requests."""
+    launcher = _Service("ec2", attempts=1)
+    """For launches, without retries."""
+    ssm = _Service("ssm", attempts=4)
+    pricing = _Service("pricing", attempts=2, region="us-east-1")
+    """For on-demand rates, which are served by only a few regions."""
+    iam = _Service("iam", attempts=4)
+    quotas = _Service("service-quotas", attempts=3)
+    cloudformation = _Service("cloudformation", attempts=4)
+    s3 = _Service("s3", attempts=4)
+    """For looking up and deleting buckets; objects are accessed with ``bucket``."""
+    sts = _Service("sts", attempts=3)
 
     def caller(self) -> tuple[str, str]:
         """Return the account and the ARN of the credentials.
@@ -138,8 +130,7 @@ class Clients:
             ClientError: If the credentials are not valid.
             BotoCoreError: If there are none, or AWS cannot be reached.
         """
-        found = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
-        who = found.get_caller_identity()
+        who = self.sts.get_caller_identity()
         return str(who["Account"]), str(who["Arn"])
 
     @property
@@ -184,8 +175,7 @@ class Clients:
         with self._lock:
             if not self._own_account:
                 try:
-                    sts_client = self._client("sts", {"mode": "standard", "total_max_attempts": 3})
-                    self._own_account = str(sts_client.get_caller_identity()["Account"])
+                    self._own_account = self.caller()[0]
                 except AwsErrors as exc:
                     # Let the caller explain expired credentials, instead of blaming STS
                     # permissions.
@@ -221,11 +211,8 @@ class Clients:
                 )
             return self._session
 
-    def _client(
-        self, service: str, retries: dict[str, Any], name: str = "", region: str | None = None
-    ) -> Any:
+    def _client(self, service: str, name: str, retries: dict[str, Any], region: str | None) -> Any:
         with self._lock:
-            name = name or service
             if name not in self._made:
                 made = self._open().client(
                     service,
@@ -326,6 +313,8 @@ def _facts(data: Mapping[str, Any]) -> TypeFacts:
         gpus=sum(one["Count"] for one in gpus),
         gpu_memory_gib=min(memory, default=0.0),
         encrypts_traffic=bool(data.get("NetworkInfo", {}).get("EncryptionInTransitSupported")),
+        architectures=tuple(data.get("ProcessorInfo", {}).get("SupportedArchitectures", ())),
+        vcpus=data.get("VCpuInfo", {}).get("DefaultVCpus", 0),
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors, pool_error
 from etrain_jupyter.plugins.ec2.bootstrap import (
+    BootFacts,
     make_template,
     put_node_files,
     tags_of,
@@ -41,12 +42,7 @@ class LaunchContext:
     network: Network
     template_id: str
     tags: Mapping[str, str]
-
-    def offers(
-        self, spec: AwsSpotSpec, book: PriceBook, scores: Mapping[str, int], now: float
-    ) -> tuple[Offer, ...]:
-        """Return an offer for each type and zone, with current prices."""
-        return make_offers(spec, self.types, self.subnets, book, scores, now)
+    boot: BootFacts
 
 
 def make_offers(
@@ -151,19 +147,5 @@ def set_up(
         network=network,
         template_id=template,
         tags=tags,
+        boot=boot,
     )
-
-
-@dataclass(kw_only=True)
-class Timer:
-    """Interval of a periodic action."""
-
-    every_s: float
-    last: float = field(default=float("-inf"))
-
-    def restart_if_due(self, now: float) -> bool:
-        """Return whether the action is due; if so, restart the interval."""
-        if now - self.last < self.every_s:
-            return False
-        self.last = now
-        return True

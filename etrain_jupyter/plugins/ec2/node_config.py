@@ -1,4 +1,4 @@
-"""``config.json``: configuration of a node's agent, written by the cluster's head."""
+"""Values shared by the cluster's head and a node's agent: ``config.json``, and workers' names."""
 
 from __future__ import annotations
 
@@ -50,3 +50,17 @@ class NodeConfig:
             return cls(**{key: value for key, value in data.items() if key in known})
         except TypeError as exc:
             raise ValueError(f"config.json is incomplete: {exc}") from exc
+
+
+def worker_names(node: str, count: int) -> tuple[str, ...]:
+    """Return the names of a node's workers; ``node_of`` is the inverse.
+
+    >>> worker_names("i-1", 1), worker_names("i-1", 2)
+    (('i-1',), ('i-1:0', 'i-1:1'))
+    """
+    return (node,) if count == 1 else tuple(f"{node}:{number}" for number in range(count))
+
+
+def node_of(worker: str) -> str:
+    """Return the node of a worker."""
+    return worker.partition(":")[0]

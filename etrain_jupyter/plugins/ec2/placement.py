@@ -1,4 +1,8 @@
-"""Choose types and zones for a launch, and the number of machines within the budget."""
+"""Choose types and zones for a launch, and the number of machines within the budget.
+
+The choice of zones considers EC2's spot placement scores, which estimate from 1 to 10 whether a
+request for spot machines of several types will succeed in a zone now, and the price of traffic.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,16 @@ from etrain_jupyter.rules.policy.type_rates import usd_per_1k_samples
 UNKNOWN_SCORE = 5
 VALUE_MARGIN = 1.15
 """Types whose cost per sample is at most this multiple of the lowest one are launched."""
+LOW = 3
+"""Highest score that counts as low; also the highest one that EC2 gives to one or two types."""
+CLEARLY_BETTER = 3
+"""Difference between two zones' scores that is not just noise."""
+WAIT_S = 60.0
+"""Time without capacity in a zone after which other zones may be used, in seconds."""
+SHORT_WAIT_S = 15.0
+"""The same for a zone with a low score, if another zone has a clearly better one."""
+USD_PER_GB = 0.02
+"""Price of traffic between two zones of a region: 0.01 US dollars per GB out, and as much in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +107,8 @@ def best_value(
     only types that are being measured           these
     ===========================================  ===============================================
 
-    Args:
-        candidates: Offers that may be requested.
-        lifecycle: ``spot`` or ``on-demand``.
-        rates: Measured samples per second of one worker, by type.
-        present: Types of running machines.
-        room: Maximum number of additional workers.
+    ``rates`` are measured samples per second of one worker, ``present`` the types of running
+    machines, and ``room`` is the maximum number of additional workers.
     """
     if not rates:
         return list(candidates), None
@@ -169,3 +179,64 @@ def within_budget(
         if fit > 0 and fit >= best[1]:
             best = [one for one in candidates if (one.usd(lifecycle) or 0.0) <= limit], fit
     return best
+
+
+def zone_wait_s(*, score: int, best_elsewhere: int) -> float:
+    """Return the time without capacity in a zone after which other zones may be used.
+
+    Many refusals end within a minute, and machines in another zone cost traffic. Waiting is
+    pointless if EC2 itself expects no capacity here, but elsewhere.
+
+    Scores are 0 if unknown.
+
+    >>> zone_wait_s(score=1, best_elsewhere=9), zone_wait_s(score=0, best_elsewhere=9)
+    (15.0, 60.0)
+    """
+    is_hopeless = 0 < score <= LOW and best_elsewhere >= score + CLEARLY_BETTER
+    return SHORT_WAIT_S if is_hopeless else WAIT_S
+
+
+def traffic_usd_per_h(
+    *, gradient_bytes: float, steps_per_s: float, workers: int, zones: int
+) -> float:
+    """Return the hourly price of the exchange of gradients between zones.
+
+    In a ring, each rank sends ``2 (w - 1) / w`` times the gradients to its neighbor in each step.
+    If the ranks of a zone are neighbors, as many links as there are zones connect two zones.
+
+    >>> round(traffic_usd_per_h(gradient_bytes=1e6, steps_per_s=1.0, workers=4, zones=2), 3)
+    0.216
+    """
+    if zones < 2 or workers < 2:
+        return 0.0
+    sent = 2 * (workers - 1) / workers * gradient_bytes * zones
+    return sent * steps_per_s * 3600 / 1e9 * USD_PER_GB
+
+
+def pays_to_spread(
+    *,
+    traffic_usd: float,
+    state_bytes: float,
+    changes_per_h: float,
+    num_more: int,
+    spot_usd: float,
+    on_demand_usd: float,
+) -> bool:
+    """Return True if spot workers in another zone cost less than workers on demand.
+
+    The alternatives are to wait without these workers, or to pay the on-demand price. A worker is
+    assumed to be worth at most that price, because the job could have it there.
+
+    Prices are those of an hour: of all traffic, see ``traffic_usd_per_h``, and of one of the
+    ``num_more`` workers in the other zone. ``changes_per_h`` workers receive the state per hour.
+
+    >>> terms = dict(state_bytes=3e8, changes_per_h=2.0, spot_usd=0.28, on_demand_usd=0.80)
+    >>> pays_to_spread(traffic_usd=0.2, num_more=2, **terms)
+    True
+    >>> pays_to_spread(traffic_usd=8.0, num_more=2, **terms)
+    False
+    """
+    if num_more < 1:
+        return False
+    state_usd = state_bytes / 1e9 * USD_PER_GB * changes_per_h
+    return spot_usd + (traffic_usd + state_usd) / num_more <= on_demand_usd

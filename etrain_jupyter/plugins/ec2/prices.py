@@ -12,7 +12,7 @@ from typing import Any
 from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
 from etrain_jupyter.plugins.ec2.ledger import Point, PriceBook
-from etrain_jupyter.plugins.ec2.price_table import ON_DEMAND_USD, TABLE_DATE, TABLE_REGION
+from etrain_jupyter.plugins.ec2.type_table import ON_DEMAND_USD, TABLE_DATE, TABLE_REGION
 
 REFRESH_S = 300.0
 VOLUME_USD = {"gp3": 0.08, "gp2": 0.10}

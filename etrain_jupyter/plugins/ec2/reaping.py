@@ -6,7 +6,7 @@ Works from any machine, and can be repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,18 @@ from etrain_jupyter.plugins.ec2.ec2_api import (
     list_instances,
     terminate,
 )
-from etrain_jupyter.plugins.ec2.price_table import ON_DEMAND_USD
 from etrain_jupyter.plugins.ec2.prices import spot_history
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
+from etrain_jupyter.plugins.ec2.type_table import ON_DEMAND_USD
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.storage.objects.s3_messages import code_of
 
+KINDS = {
+    "launch-template": ("LaunchTemplates", "LaunchTemplateId"),
+    "volume": ("Volumes", "VolumeId"),
+    "security-group": ("SecurityGroups", "GroupId"),
+}
+"""Keys of resources other than machines in EC2's answers: of their list, and of the id."""
 POLL_S = 0.5
 MAX_POLL_S = 5.0
 NUM_EMPTY_LISTINGS = 2
@@ -72,9 +78,7 @@ def find_tagged(clients: Clients, region: str, *, cluster_id: str = "") -> list[
     """Return all resources in a region with our tag, or with that of one cluster."""
     ec2 = clients.ec2
     try:
-        found = [*_instances(ec2, region, cluster_id)]
-        for one in _others(ec2, cluster_id):
-            found.append(_tagged(region=region, **one))
+        found = [*_instances(ec2, region, cluster_id), *_others(ec2, region, cluster_id)]
     except AwsErrors as exc:
         raise pool_error(
             f"the resources in {region} cannot be listed", exc, "Nothing was removed."
@@ -82,65 +86,48 @@ def find_tagged(clients: Clients, region: str, *, cluster_id: str = "") -> list[
     return sorted(found, key=lambda one: (one.cluster_id, one.kind, one.since, one.id))
 
 
-def _instances(ec2: Any, region: str, cluster_id: str) -> list[Tagged]:
+def _instances(ec2: Any, region: str, cluster_id: str) -> Iterator[Tagged]:
     living = list_instances(ec2, cluster_id=cluster_id, states=LIVING)
     prices: dict[tuple[str, str], list[tuple[float, float]]] = {}
     if any(one.lifecycle == "spot" for one in living):
         # An hour is enough: EC2 always returns the price in force at the start, so there is at
         # least one point.
         prices = spot_history(ec2, {one.type for one in living}, time.time() - 3600)
-    found = []
     for one in living:
-        points = prices.get((one.type, one.zone))
         # The newest point is the price in force.
-        usd = points[-1][1] if points else None
-        if one.lifecycle != "spot":
-            usd = ON_DEMAND_USD.get(one.type)
-        found.append(
-            _tagged(
-                region=region,
-                kind="instance",
-                id=one.id,
-                tags=dict(one.tags),
-                since=one.launched_at,
-                type=one.type,
-                state=one.state,
-                lifecycle=one.lifecycle,
-                usd_per_h=usd,
-            )
+        points = prices.get((one.type, one.zone))
+        spot_usd = points[-1][1] if points else None
+        yield _tagged(
+            region=region,
+            kind="instance",
+            id=one.id,
+            tags=dict(one.tags),
+            since=one.launched_at,
+            type=one.type,
+            state=one.state,
+            lifecycle=one.lifecycle,
+            usd_per_h=spot_usd if one.lifecycle == "spot" else ON_DEMAND_USD.get(one.type),
         )
-    return found
 
 
-def _others(ec2: Any, cluster_id: str) -> list[dict[str, Any]]:
-    filters = (
-        [{"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_id]}]
-        if cluster_id
-        else [{"Name": "tag-key", "Values": [CLUSTER_TAG]}]
-    )
-    found: list[dict[str, Any]] = []
-    for operation, key, kind, name, since in (
-        (
-            "describe_launch_templates",
-            "LaunchTemplates",
-            "launch-template",
-            "LaunchTemplateId",
-            "CreateTime",
-        ),
-        ("describe_volumes", "Volumes", "volume", "VolumeId", "CreateTime"),
-        ("describe_security_groups", "SecurityGroups", "security-group", "GroupId", ""),
-    ):
+def _others(ec2: Any, region: str, cluster_id: str) -> Iterator[Tagged]:
+    by_tag = {"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_id]}
+    filters = [by_tag if cluster_id else {"Name": "tag-key", "Values": [CLUSTER_TAG]}]
+    for kind, (key, id_key) in KINDS.items():
+        operation = f"describe_{kind.replace('-', '_')}s"
         pages = ec2.get_paginator(operation).paginate(Filters=filters)
         for one in (one for page in pages for one in page[key]):
             if kind == "volume" and one.get("Attachments"):
                 continue  # deleted with its machine
-            tags = {tag["Key"]: tag["Value"] for tag in one.get("Tags", ())}
-            at = one[since].timestamp() if since and since in one else 0.0
-            usd = None if kind == "volume" else 0.0
-            found.append(
-                {"kind": kind, "id": one[name], "tags": tags, "since": at, "usd_per_h": usd}
+            yield _tagged(
+                region=region,
+                kind=kind,
+                id=one[id_key],
+                tags={tag["Key"]: tag["Value"] for tag in one.get("Tags", ())},
+                # Security groups have no creation time.
+                since=one["CreateTime"].timestamp() if "CreateTime" in one else 0.0,
+                usd_per_h=None if kind == "volume" else 0.0,
             )
-    return found
 
 
 def _tagged(*, tags: dict[str, str], **facts: Any) -> Tagged:
@@ -167,15 +154,8 @@ def remove(
 ) -> Leftovers:
     """Remove all resources of a cluster except its ledger; return those that remain.
 
-    Args:
-        clients: Clients of the region.
-        region: The cluster's region.
-        cluster_id: The cluster.
-        timeout_s: When to stop retrying, in seconds.
-        home: URL of the cluster's objects, used if no tagged resource is left.
-        spares_head: Keep the head's machine, which is this one, with its template and security
-            group.
-        pause: Waits between two attempts.
+    ``home`` is the URL of the cluster's objects, used if no tagged resource is left. With
+    ``spares_head``, the head's machine, which is this one, stays with its template and group.
     """
     deadline = time.monotonic() + timeout_s
     #   machines            terminated, until NUM_EMPTY_LISTINGS listings are empty
@@ -230,17 +210,9 @@ def _end_machines(
         pause(POLL_S)
 
 
-_DELETE = {
-    "launch-template": ("delete_launch_template", "LaunchTemplateId"),
-    "security-group": ("delete_security_group", "GroupId"),
-    "volume": ("delete_volume", "VolumeId"),
-}
-
-
 def _delete(ec2: Any, one: Tagged) -> str:
-    operation, key = _DELETE[one.kind]
     try:
-        getattr(ec2, operation)(**{key: one.id})
+        getattr(ec2, f"delete_{one.kind.replace('-', '_')}")(**{KINDS[one.kind][1]: one.id})
     except ClientError as exc:
         # Another process is removing the same cluster, or a previous attempt succeeded without a
         # response.

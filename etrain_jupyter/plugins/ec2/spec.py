@@ -13,19 +13,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from etrain_jupyter.config.cell import parse_section
 from etrain_jupyter.config.fields import Section, check_word, fault
 from etrain_jupyter.config.source_map import NOWHERE, SourceMap, in_words
 from etrain_jupyter.config.store_url import S3, split_s3_url
 from etrain_jupyter.plugins.ec2.capacity_spec import CapacitySpec, WorkersSpec
-from etrain_jupyter.pools.spec_fields import Duration, Names, Usd, auto_or_list
+from etrain_jupyter.pools.spec_fields import Duration, Names, Usd, Variables, auto_or_list
+from etrain_jupyter.pools.spec_pool import PoolSpec
 
 KIND = "aws-spot"
 DEFAULT_AMI = (
@@ -65,6 +64,14 @@ class LifetimeSpec(Section):
     """Launches stop after this number of consecutive nodes whose workers never connected."""
 
 
+def _digest(value: Any, *, hint: str) -> Any:
+    if value is None or (isinstance(value, str) and re.fullmatch(r"[0-9a-fA-F]{64}", value)):
+        return value.lower() if value else value
+    raise fault(
+        f"{{key}} must be a SHA-256, 64 hexadecimal digits, not {in_words(value)}", hint=hint
+    )
+
+
 class EnvironmentSpec(Section):
     """The kernel's environment, which nodes install from the pool's bucket."""
 
@@ -75,15 +82,10 @@ class EnvironmentSpec(Section):
     manifest: str | None = None
     """SHA-256 of an environment in the bucket; None to store the kernel's when a cluster starts."""
 
-    @field_validator("manifest", mode="after")
+    @field_validator("manifest", mode="before")
     @classmethod
-    def _like_a_manifest(cls, value: str | None) -> str | None:
-        if value is None or re.fullmatch(r"[0-9a-f]{64}", value):
-            return value
-        raise fault(
-            f"{{key}} must be a SHA-256, 64 hexadecimal digits, not {in_words(value)}",
-            hint="remove the key, to use the kernel's environment",
-        )
+    def _like_a_manifest(cls, value: Any) -> Any:
+        return _digest(value, hint="remove the key, to use the kernel's environment")
 
 
 class ImageSpec(Section):
@@ -172,12 +174,7 @@ class ImageSpec(Section):
     @field_validator("archive_sha256", mode="before")
     @classmethod
     def _like_a_digest(cls, value: Any) -> Any:
-        if value is None or (isinstance(value, str) and re.fullmatch(r"[0-9a-fA-F]{64}", value)):
-            return value.lower() if value else value
-        raise fault(
-            f"{{key}} must be a SHA-256, 64 hexadecimal digits, not {in_words(value)}",
-            hint="write what `sha256sum environment.tar.gz` prints, in quotes",
-        )
+        return _digest(value, hint="write what `sha256sum environment.tar.gz` prints, in quotes")
 
     @model_validator(mode="after")
     def _digest_of_something(self) -> Self:
@@ -248,7 +245,7 @@ class VolumeSpec(Section):
     """EC2's volume type. The disk is encrypted, and deleted with its machine."""
 
 
-class AwsSpotSpec(Section):
+class AwsSpotSpec(PoolSpec):
     """EC2 spot machines."""
 
     region: str
@@ -281,7 +278,7 @@ class AwsSpotSpec(Section):
     iam: IamSpec = IamSpec()
     interruption: InterruptionSpec = InterruptionSpec()
     volume: VolumeSpec = VolumeSpec()
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: Variables = Field(default_factory=dict)
     """Variables for workers and trainers. No secrets: they are stored in the bucket."""
     tick: Duration = 5.0
     """Interval at which EC2 is polled."""
@@ -289,27 +286,15 @@ class AwsSpotSpec(Section):
     """Value of the owner tag on all resources; None for the user's name on this machine."""
 
     @classmethod
-    def parse(cls, data: Mapping[str, Any], source: SourceMap = NOWHERE) -> AwsSpotSpec:
+    def parse(cls, data: Mapping[str, Any], source: SourceMap = NOWHERE) -> Self:
         """Parse a pool's keys, which may include ``pool`` or ``kind``.
-
-        Raises:
-            ConfigError: If a key is invalid, with its path, and its line if there is a file.
 
         >>> AwsSpotSpec.parse({"region": "us-east-1", "bucket": "my-bucket"}).workers.max
         4
         """
         # A wrong kind is kept, so that it is reported as an unknown key.
         own = {k: v for k, v in data.items() if k not in ("pool", "kind") or v != KIND}
-        return parse_section(own, cls, source)
-
-    def to_json(self) -> str:
-        """Return the JSON form, without defaults."""
-        return json.dumps(self.model_dump(mode="json", exclude_unset=True))
-
-    @classmethod
-    def from_json(cls, text: str) -> AwsSpotSpec:
-        """Parse the result of ``to_json``."""
-        return cls.parse(json.loads(text))
+        return super().parse(own, source)
 
     @field_validator("region", mode="after")
     @classmethod
@@ -364,17 +349,6 @@ class AwsSpotSpec(Section):
     def _known_head(cls, value: Any) -> Any:
         return check_word(value, ("notebook", "on-demand"), usual="head: notebook")
 
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _texts(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        for name, word in value.items():
-            if isinstance(word, bool) or not isinstance(word, str | int | float):
-                raise fault(f"{{key}}.{name} must be a text or a number, not {in_words(word)}")
-        # YAML reads OMP_NUM_THREADS: 4 as a number.
-        return {name: str(word) for name, word in value.items()}
-
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
         # The head renews the lease every quarter of lease_ttl, and can do so only once per tick.
@@ -393,7 +367,7 @@ class AwsSpotSpec(Section):
         environment = EnvironmentSpec(
             **{**known.model_dump(exclude_unset=True), "manifest": digest}
         )
-        # A copy, so that `to_json` contains no defaults.
+        # A copy, so that `to_dict` contains no defaults.
         image = self.image.model_copy(update={"environment": environment})
         return self.model_copy(update={"image": image})
 

@@ -13,9 +13,9 @@ _HERE = "etrain_jupyter.plugins.slurm"
 PLUGIN = Plugin(
     pools={
         "slurm": PoolKind(
-            make=f"{_HERE}.client.pool:SlurmPool.from_entry",
+            make=f"{_HERE}.pool:SlurmPool.from_entry",
             prefix="slurm",
-            of_cluster=f"{_HERE}.client.pool:SlurmPool.of_cluster",
+            of_cluster=f"{_HERE}.pool:SlurmPool.of_cluster",
             down_s=240.0,  # jobs save their checkpoints, and leave the queue
         )
     }

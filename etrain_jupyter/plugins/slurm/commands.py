@@ -121,11 +121,7 @@ def list_jobs(prefix: str) -> list[QueuedJob]:
 
 
 def submit(script: str, *, folder: Path) -> str:
-    """Submit a job script and return the job's id.
-
-    Args:
-        script: Its text.
-        folder: The job's working folder, on a shared disk.
+    """Submit a job script, with a working folder on a shared disk; return the job's id.
 
     Raises:
         SlurmError: If sbatch refuses the job.
@@ -150,9 +146,7 @@ def submit(script: str, *, folder: Path) -> str:
 def cancel(job_ids: Iterable[str], *, signal: str = "") -> None:
     """Cancel jobs: they get SIGTERM, and SIGKILL after KillWait. Ended jobs are ignored.
 
-    Args:
-        job_ids: The jobs.
-        signal: Send only this signal, ``KILL`` for example, to all processes of the jobs.
+    With ``signal``, for example ``KILL``, only this is sent, to all processes of the jobs.
 
     Raises:
         SlurmError: If SLURM cannot be reached.

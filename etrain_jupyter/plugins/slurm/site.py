@@ -27,17 +27,6 @@ TLS_FILES = ("ca.pem", "worker.pem", "worker.key")
 TAIL_BYTES = 20_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class SchedulerRecord:
-    """Address of the cluster's scheduler."""
-
-    address: str
-    num_lives: int
-    """Incarnation number of the scheduler, starting at 1."""
-    is_serving: bool = True
-    """Its process cannot be seen from another machine: assume True, and try to connect."""
-
-
 @dataclass(frozen=True)
 class Site:
     """Folder of one cluster on the shared disk."""
@@ -55,10 +44,7 @@ class Site:
         return self.path / "scratch"
 
     def prepare(self, certificates: Path) -> None:
-        """Create the folder, or use that of the previous scheduler.
-
-        Args:
-            certificates: The cluster's folder with all its certificates.
+        """Create the folder, or use that of the previous scheduler; copy the certificates.
 
         Raises:
             PoolError: If the folder cannot be created, or other users can write to it.
@@ -84,29 +70,22 @@ class Site:
 
     def publish(self, address: str, *, num_lives: int) -> None:
         """Write the scheduler's address, for the workers."""
-        record = {"scheduler": address, "num_lives": num_lives}
-        write_private(self.path / "scheduler.json", json.dumps(record))
+        write_private(self.record, json.dumps({"scheduler": address, "num_lives": num_lives}))
 
-    def scheduler(self) -> SchedulerRecord | None:
-        """Return the current scheduler; None if the cluster has ended."""
-        try:
-            known = json.loads((self.path / "scheduler.json").read_text())
-            return SchedulerRecord(address=known["scheduler"], num_lives=known["num_lives"])
-        except (OSError, ValueError, KeyError):
-            return None
+    @property
+    def record(self) -> Path:
+        """File with the address of the current scheduler."""
+        return self.path / "scheduler.json"
 
     def retract(self) -> None:
         """Remove the address: workers that lose their connection shut down."""
         with contextlib.suppress(OSError):
-            (self.path / "scheduler.json").unlink(missing_ok=True)
+            self.record.unlink(missing_ok=True)
 
     def log_tail(self, job_name: str, folder: Path | None, num_lines: int = 12) -> str:
         """Return the last lines that a job wrote; empty if it wrote none.
 
-        Args:
-            job_name: Name of the job.
-            folder: Folder of the logs; None for that of the cluster.
-            num_lines: Maximum number of lines.
+        ``folder`` is that of the logs; None for that of the cluster.
         """
         lines: list[str] = []
         for path in sorted((folder or self.path / "logs").glob(f"{job_name}-*.err")):

@@ -14,17 +14,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from etrain_jupyter.config.cell import parse_section
 from etrain_jupyter.config.fields import Section, fault
-from etrain_jupyter.config.source_map import NOWHERE, SourceMap, in_words
-from etrain_jupyter.pools.spec_fields import Duration, Names, Usd
+from etrain_jupyter.pools.spec_fields import Duration, Names, Usd, Variables
+from etrain_jupyter.pools.spec_pool import PoolSpec
 
 KIND = "slurm"
 MAX_AHEAD_S = 900.0
@@ -95,8 +93,12 @@ class LifetimeSpec(Section):
     """Submission stops after this number of consecutive jobs whose workers never connected."""
 
 
-class SlurmSpec(Section):
-    """SLURM jobs. Keys that are left out have the values of dask-jobqueue's own configuration."""
+class SlurmSpec(PoolSpec):
+    """SLURM jobs. Keys that are left out have the values of dask-jobqueue's own configuration.
+
+    >>> SlurmSpec.parse({"walltime": "4 h"}).ahead_s
+    900.0
+    """
 
     queue: str | None = None
     """Partition (`sbatch -p`); None for the cluster's default."""
@@ -117,7 +119,7 @@ class SlurmSpec(Section):
     """Further options of sbatch, one per item, for example `--constraint=ib`."""
     prologue: Names = ()
     """Shell commands of the job script that run before the worker."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: Variables = Field(default_factory=dict)
     """Variables for workers and trainers. No secrets: SLURM stores the job script."""
     python: str | None = None
     """Interpreter of the workers, on a disk that the nodes share; None for the kernel's."""
@@ -145,27 +147,6 @@ class SlurmSpec(Section):
     lifetime: LifetimeSpec = LifetimeSpec()
     tick: Duration = 10.0
     """Interval at which `squeue` is called."""
-
-    @classmethod
-    def parse(cls, data: Mapping[str, Any], source: SourceMap = NOWHERE) -> SlurmSpec:
-        """Parse a pool's keys.
-
-        Raises:
-            ConfigError: If a key is invalid, with its path, and its line if there is a file.
-
-        >>> SlurmSpec.parse({"walltime": "4 h"}).ahead_s
-        900.0
-        """
-        return parse_section(data, cls, source)
-
-    def to_json(self) -> str:
-        """Return the JSON form, without defaults."""
-        return json.dumps(self.model_dump(mode="json", exclude_unset=True))
-
-    @classmethod
-    def from_json(cls, text: str) -> SlurmSpec:
-        """Parse the result of ``to_json``."""
-        return cls.parse(json.loads(text))
 
     @property
     def ahead_s(self) -> float:
@@ -255,16 +236,11 @@ class SlurmSpec(Section):
 
     @field_validator("environment", mode="before")
     @classmethod
-    def _texts(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        for name, word in value.items():
+    def _names(cls, value: Any) -> Any:
+        for name in value if isinstance(value, Mapping) else ():
             if not re.fullmatch(r"[A-Za-z_]\w*", str(name)):
                 raise fault(f"{{key}}: '{name}' is not the name of a variable")
-            if isinstance(word, bool) or not isinstance(word, str | int | float):
-                raise fault(f"{{key}}.{name} must be a text or a number, not {in_words(word)}")
-        # YAML reads OMP_NUM_THREADS: 4 as a number.
-        return {name: str(word) for name, word in value.items()}
+        return value
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:

@@ -13,11 +13,15 @@ import pytest
 
 from etrain_jupyter.plugins.ec2.machine.node_worker import (
     SCHEDULER_FILE,
-    FileFinder,
     parse_arguments,
 )
 from etrain_jupyter.worker import lifecycle
-from etrain_jupyter.worker.lifecycle import WorkerLifecycle, WorkerOptions, noting_its_end
+from etrain_jupyter.worker.lifecycle import (
+    RecordFinder,
+    WorkerLifecycle,
+    WorkerOptions,
+    noting_its_end,
+)
 from tests.unit.pools.standins import SUPERVISOR
 
 CUT = "worker-handle-scheduler-connection-broken"
@@ -187,7 +191,7 @@ async def test_first_reason_for_closing_is_kept():
 def test_node_worker_finds_the_scheduler_in_the_file_of_its_agent(tmp_path):
     told = {"scheduler": "tls://10.0.0.4:8786", "num_lives": 3}
     (tmp_path / SCHEDULER_FILE).write_text(json.dumps(told))
-    found = FileFinder(tmp_path, away_s=9.0).look()
+    found = RecordFinder(tmp_path / SCHEDULER_FILE, away_s=9.0).look()
     assert (found.address, found.num_lives, found.is_serving) == ("tls://10.0.0.4:8786", 3, True)
     words = [str(tmp_path), "--name", "i-1", "--device", "cpu", "--supervisor", "a:B"]
     assert parse_arguments([*words, "--host", "10.0.0.9", "--away-s", "9"]).away_s == 9.0

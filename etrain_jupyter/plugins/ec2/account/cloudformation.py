@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from etrain_jupyter.plugins.ec2.account.site import POOL_TAG, Site, tag_pairs
+from etrain_jupyter.plugins.ec2.account.site import POOL_TAG, Site
 from etrain_jupyter.plugins.ec2.client.policy import (
     Policy,
     head_policy,
@@ -20,6 +20,7 @@ from etrain_jupyter.plugins.ec2.client.policy import (
     node_policy,
     trust_policy,
 )
+from etrain_jupyter.plugins.ec2.ec2_api import tag_list
 
 PARTS = frozenset({"bucket", "group", "roles"})
 GROUP_TOKEN = "sg-00000000000000000"
@@ -48,11 +49,8 @@ def template_of(
 ) -> dict[str, Any]:
     """Return the template.
 
-    Args:
-        site: The pool's place in the account.
-        vpc: Default of the template's parameter; empty for none.
-        subnets: Subnets for the command in the outputs.
-        parts: The parts of the pool that the stack contains; the others exist already.
+    ``vpc`` is the default of its parameter, and ``subnets`` are those of the command in its
+    outputs. The stack contains only ``parts`` of the pool; the others exist already.
     """
     name, spec = site.name, site.spec
     head = spec.iam.head_profile if spec.head == "on-demand" else ""
@@ -95,14 +93,8 @@ def label_of(resource: dict[str, Any]) -> str:
 
 
 def _resources(site: Site, head: str, parts: Collection[str]) -> dict[str, Any]:
-    """Return the resources by logical id.
-
-    Args:
-        site: The pool's place in the account.
-        head: Role of the scheduler's own machine; empty if it has none.
-        parts: See ``template_of``.
-    """
-    name, spec, tags = site.name, site.spec, tag_pairs({POOL_TAG: site.mark})
+    """Return the resources by logical id; ``head`` is the role of the scheduler's machine."""
+    name, spec, tags = site.name, site.spec, tag_list({POOL_TAG: site.mark})
     node = spec.iam.instance_profile
     resources: dict[str, Any] = {}
     if "bucket" in parts:

@@ -7,7 +7,7 @@ last, and the command can be repeated after an interruption at any point.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import boto3
 from botocore.exceptions import BotoCoreError, NoCredentialsError
 
 from etrain_jupyter.errors import ConfigError, PoolError
-from etrain_jupyter.plugins.ec2.account.bucket import bucket_exists
 from etrain_jupyter.plugins.ec2.account.cloudformation import label_of, template_of, text_of
 from etrain_jupyter.plugins.ec2.account.machines import check_machines
 from etrain_jupyter.plugins.ec2.account.options import (
@@ -25,7 +24,6 @@ from etrain_jupyter.plugins.ec2.account.options import (
     lines_of,
     node_name,
     questions,
-    spec_of,
     values_of,
 )
 from etrain_jupyter.plugins.ec2.account.pools_file import (
@@ -37,13 +35,14 @@ from etrain_jupyter.plugins.ec2.account.pools_file import (
 from etrain_jupyter.plugins.ec2.account.site import (
     POOL_TAG,
     WITHOUT_IAM,
+    Dialog,
     Site,
     check_name,
     reason_of,
 )
-from etrain_jupyter.plugins.ec2.account.stack import Stack
+from etrain_jupyter.plugins.ec2.account.stack import Stack, bucket_exists
 from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors
-from etrain_jupyter.plugins.ec2.client.worst_case import describe_price
+from etrain_jupyter.plugins.ec2.client.live_prices import describe_price
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
 from etrain_jupyter.plugins.ec2.network import find_subnets
 from etrain_jupyter.plugins.ec2.spec import KIND, AwsSpotSpec
@@ -60,26 +59,13 @@ GIB_MONTH_USD = 0.023
 def init(
     name: str,
     options: InitOptions,
+    dialog: Dialog,
     *,
-    ask: Ask,
-    say: Callable[[str], object],
-    is_confirmed: bool = False,
-    is_dry_run: bool = False,
     template: Path | None = None,
 ) -> str:
     """Create the resources of a pool, and its entry in ``pools.yaml``.
 
-    Args:
-        name: The pool.
-        options: The known properties of the pool.
-        ask: Asks a question, and returns the answer.
-        say: Shows a line.
-        is_confirmed: Ask nothing.
-        is_dry_run: Show the steps only.
-        template: Write a CloudFormation template to this file instead.
-
-    Returns:
-        The result, and the next command.
+    With ``template``, only a CloudFormation template is written, to this file.
 
     Raises:
         ConfigError: If a value is invalid.
@@ -88,9 +74,9 @@ def init(
     check_name(name)
     known = read_catalog().get(name)
     # Nothing is asked about a pool that pools.yaml describes.
-    is_asked = known is None and not is_confirmed and not is_dry_run
+    is_asked = known is None and not dialog.is_confirmed and not dialog.is_dry_run
     region = str(known.values.get("region") or "") if known is not None else ""
-    options = _complete(options, ask=ask if is_asked else None, region=region)
+    options = _complete(options, ask=dialog.ask if is_asked else None, region=region)
     file = options.file or own_file()
     site, is_new = open_site(name, options)
     subnets = _find_subnets(site, options)
@@ -110,26 +96,25 @@ def init(
     verb = "update" if deployed else "create"
     steps = [f"{verb} stack {stack.name}", *changes] if changes else []
     steps += [f"add pool {name} to {file}"] if adds_entry else []
-    for line in _describe(site, notes, steps):
-        say(line)
+    dialog.show(site, notes, steps)
     if not steps:
         return f"pool {name} is complete. Next: %etrain pools check {name}"
-    if is_dry_run:
-        return f"{NOTHING} Run the command without --dry-run to create them."
-    if not is_confirmed and ask("Create them? [y/N] ").strip().lower() not in ("y", "yes"):
-        return NOTHING
+    for line in _describe_costs(site):
+        dialog.say(line)
+    if refusal := dialog.refusal("create", NOTHING):
+        return refusal
     group = options.security_group or site.spec.network.security_group
     try:
         if changes:
-            say(steps[0])
-            stack.deploy(made, say)
+            dialog.say(steps[0])
+            stack.deploy(made, dialog.say)
         if "group" in parts:
             group = stack.group()
     except AwsErrors as exc:
         why = f"could not {steps[0]}: {reason_of(exc, WITHOUT_IAM)}"
         raise PoolError(f"{why}. Then run `%etrain pools init {name}` again.") from exc
     if adds_entry:
-        say(f"add pool {name} to {file}")
+        dialog.say(steps[-1])
         values = values_of(name, options, bucket=site.spec.bucket, region=site.spec.region)
         values.setdefault("network", {})["security_group"] = group
         add_entry(file, name, entry_text(name, lines_of(values)))
@@ -189,7 +174,9 @@ def _changes(deployed: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
 def _complete(options: InitOptions, *, ask: Ask | None, region: str) -> InitOptions:
     """Return the options with the answers to questions, and the region."""
     try:
-        region = options.region or region or _default_region(options.profile)
+        region = options.region or region or ""
+        if not region:
+            region = boto3.session.Session(profile_name=options.profile).region_name or ""
     except BotoCoreError as exc:
         raise PoolError(f"{reason_of(exc)}. {NOTHING}") from exc
     if ask is not None:
@@ -199,10 +186,6 @@ def _complete(options: InitOptions, *, ask: Ask | None, region: str) -> InitOpti
     if not region:
         raise ConfigError(f"no region is configured. {NOTHING}", hint="add --region us-east-1")
     return dataclasses.replace(options, region=region)
-
-
-def _default_region(profile: str | None) -> str:
-    return boto3.session.Session(profile_name=profile).region_name or ""
 
 
 def open_site(name: str, options: InitOptions) -> tuple[Site, bool]:
@@ -216,7 +199,7 @@ def open_site(name: str, options: InitOptions) -> tuple[Site, bool]:
     known = read_catalog().get(name)
     # The spec of a new pool needs a bucket, whose name may need the account.
     values = values_of(name, options, bucket=options.bucket or "not-known", region=region)
-    spec = known.read_as(AwsSpotSpec) if known and known.kind == KIND else spec_of(values)
+    spec = known.read_as(AwsSpotSpec) if known and known.kind == KIND else AwsSpotSpec.parse(values)
     clients = Clients(spec)
     try:
         account, _ = clients.caller()
@@ -239,7 +222,7 @@ def open_site(name: str, options: InitOptions) -> tuple[Site, bool]:
             )
         return Site(name=name, spec=spec, clients=clients, account=account), False
     bucket = options.bucket or default_bucket(name, account, region)
-    spec = spec_of({**values, "bucket": bucket})
+    spec = AwsSpotSpec.parse({**values, "bucket": bucket})
     return Site(name=name, spec=spec, clients=Clients(spec), account=account), True
 
 
@@ -299,14 +282,6 @@ def _no_default_vpc(site: Site) -> PoolError:
 
 
 # --- texts ---
-
-
-def _describe(site: Site, notes: list[str], steps: list[str]) -> list[str]:
-    lines = [f"pool {site.name} in {site.spec.region}, AWS account {site.account}"]
-    lines += [f"  {note}" for note in notes]
-    if steps:
-        lines += ["to do:", *(f"  {step}" for step in steps), *_describe_costs(site)]
-    return lines
 
 
 def _describe_costs(site: Site) -> list[str]:

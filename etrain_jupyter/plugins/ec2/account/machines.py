@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from botocore.exceptions import ClientError
 
@@ -12,10 +11,10 @@ from etrain_jupyter.config.source_map import did_you_mean
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.plugins.ec2.account.site import DENIED, reason_of
 from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors
-from etrain_jupyter.plugins.ec2.ec2_api import Clients
-from etrain_jupyter.plugins.ec2.price_table import ON_DEMAND_USD
+from etrain_jupyter.plugins.ec2.bootstrap import describe_image
+from etrain_jupyter.plugins.ec2.ec2_api import Clients, describe_types
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
-from etrain_jupyter.plugins.ec2.type_table import MACHINE_TYPES
+from etrain_jupyter.plugins.ec2.type_table import MACHINE_TYPES, ON_DEMAND_USD
 from etrain_jupyter.storage.objects.s3_messages import code_of
 
 SPOT_QUOTAS: Mapping[str, tuple[str, str]] = {
@@ -42,7 +41,7 @@ def check_machines(clients: Clients, spec: AwsSpotSpec) -> None:
     """
     if spec.capacity.gpu is not None:
         return
-    types = describe(clients, spec.capacity.types)
+    types = describe_types(clients.ec2, spec.capacity.types)
     if unknown := [name for name in spec.capacity.types if name not in types]:
         hint = did_you_mean(unknown[0], [*MACHINE_TYPES, *ON_DEMAND_USD])
         raise PoolError(
@@ -51,20 +50,12 @@ def check_machines(clients: Clients, spec: AwsSpotSpec) -> None:
         )
     image = find_architecture(clients, spec)
     for name, facts in types.items():
-        known = facts.get("ProcessorInfo", {}).get("SupportedArchitectures", [])
-        if image and known and image not in known:
+        if image and facts.architectures and image not in facts.architectures:
             raise PoolError(
                 f"the image {spec.image.ami} is for {image}, but {name} is a machine for "
-                f"{', '.join(known)}. Nothing was created. Choose an image with --ami (image.ami), "
-                "or other types with --types (capacity.types)."
+                f"{', '.join(facts.architectures)}. Nothing was created. Choose an image with "
+                "--ami (image.ami), or other types with --types (capacity.types)."
             )
-
-
-def describe(clients: Clients, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return EC2's descriptions of types; unknown types are left out."""
-    filters = [{"Name": "instance-type", "Values": sorted(set(names))}]
-    pages = clients.ec2.get_paginator("describe_instance_types").paginate(Filters=filters)
-    return {one["InstanceType"]: one for page in pages for one in page["InstanceTypes"]}
 
 
 def find_architecture(clients: Clients, spec: AwsSpotSpec) -> str:
@@ -75,12 +66,8 @@ def find_architecture(clients: Clients, spec: AwsSpotSpec) -> str:
     Raises:
         PoolError: If the image does not exist.
     """
-    ami = spec.image.ami
     try:
-        if ami.startswith("ssm:"):
-            name = ami.removeprefix("ssm:")
-            ami = clients.ssm.get_parameter(Name=name)["Parameter"]["Value"]
-        found = clients.ec2.describe_images(ImageIds=[ami])["Images"]
+        return str(describe_image(clients, spec).get("Architecture", ""))
     except ClientError as exc:
         code = code_of(exc)
         if code.startswith("InvalidAMIID") or code == "ParameterNotFound":
@@ -91,12 +78,6 @@ def find_architecture(clients: Clients, spec: AwsSpotSpec) -> str:
         if code in DENIED:
             return ""
         raise
-    if not found:
-        raise PoolError(
-            f"{spec.region} does not have the image {spec.image.ami}. Nothing was created. Images "
-            "belong to one region: name another one with --ami (image.ami)."
-        )
-    return str(found[0].get("Architecture", ""))
 
 
 def check_quotas(clients: Clients, spec: AwsSpotSpec) -> Iterator[str]:
@@ -108,9 +89,9 @@ def check_quotas(clients: Clients, spec: AwsSpotSpec) -> Iterator[str]:
     if spec.capacity.gpu is not None:
         return
     members: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for name, facts in describe(clients, spec.capacity.types).items():
+    for name, facts in describe_types(clients.ec2, spec.capacity.types).items():
         if quota := quota_of(name):
-            members.setdefault(quota, []).append((facts["VCpuInfo"]["DefaultVCpus"], name))
+            members.setdefault(quota, []).append((facts.vcpus, name))
     for (code, title), sizes in members.items():
         quota_text = f"quota {title} ({code})"
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.plugins.ec2.capacity_spec import DEFAULT_TYPES
-from etrain_jupyter.plugins.ec2.spec import KIND, AwsSpotSpec
+from etrain_jupyter.plugins.ec2.spec import KIND
 
 MAX_TOTAL_USD = 20.0
 """Default limit of a cluster's cost in US dollars, so that no pool is without one."""
@@ -48,11 +48,6 @@ def node_name(pool: str) -> str:
     return f"etrain-{pool}-node"
 
 
-def head_name(pool: str) -> str:
-    """Return the name of the role and instance profile of a head on its own machine."""
-    return f"etrain-{pool}-head"
-
-
 def default_bucket(pool: str, account: str, region: str) -> str:
     """Return the bucket's default name, which no other account is likely to use.
 
@@ -72,21 +67,18 @@ def values_of(pool: str, options: InitOptions, *, bucket: str, region: str) -> d
     values["workers"] = {"max": options.workers or WORKERS}
     values["capacity"] = {"types": list(options.types) or list(DEFAULT_TYPES)}
     values["budget"] = {"max_total": options.budget or MAX_TOTAL_USD}
-    network: dict[str, Any] = {}
-    if options.subnets:
-        network["subnets"] = list(options.subnets)
-    if options.security_group:
-        network["security_group"] = options.security_group
-    if network:
+    if network := _given(subnets=list(options.subnets), security_group=options.security_group):
         values["network"] = network
     values["iam"] = {"instance_profile": options.role or node_name(pool)}
     if options.head == "on-demand":
-        values["iam"]["head_profile"] = head_name(pool)
-    if image := {
-        key: value for key, value in (("ami", options.ami), ("python", options.python)) if value
-    }:
+        values["iam"]["head_profile"] = f"etrain-{pool}-head"
+    if image := _given(ami=options.ami, python=options.python):
         values["image"] = image
     return values
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value}
 
 
 COMMENTS = {
@@ -108,15 +100,6 @@ COMMENTS = {
 def lines_of(values: dict[str, Any]) -> list[tuple[str, Any, str]]:
     """Return the lines of an entry: key, value and comment."""
     return [(key, value, COMMENTS[key]) for key, value in {"kind": KIND, **values}.items()]
-
-
-def spec_of(values: dict[str, Any]) -> AwsSpotSpec:
-    """Validate the keys of a new entry.
-
-    Raises:
-        ConfigError: If a value is invalid.
-    """
-    return AwsSpotSpec.parse(values)
 
 
 def questions(options: InitOptions, *, region: str, ask: Ask) -> dict[str, Any]:

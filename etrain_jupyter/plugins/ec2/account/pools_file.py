@@ -7,9 +7,7 @@ formatting of the user's other entries stay as they are.
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import yaml
 
 from etrain_jupyter.errors import ConfigError, PoolError
+from etrain_jupyter.process.files import write_private
 
 MADE_BY = "made by `etrain pools init`"
 """Comment on the first line of an entry that ``remove_entry`` may remove."""
@@ -26,11 +25,7 @@ _PLAIN = re.compile(r"(?!(?:null|true|false|yes|no|on|off|y|n)$)[A-Za-z/][\w./-]
 
 
 def entry_text(name: str, keys: Sequence[tuple[str, Any, str]]) -> str:
-    """Return an entry with a comment on every line.
-
-    Args:
-        name: The pool's name.
-        keys: Key, value and comment of each line.
+    """Return an entry; ``keys`` has the key, value and comment of each line.
 
     >>> print(entry_text("spot", [("region", "us-east-1", "where machines run")]), end="")
     spot:  # made by `etrain pools init`
@@ -142,11 +137,8 @@ def _write(file: Path, text: str) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".pools-")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.chmod(name, mode)
-        os.replace(name, target)
+        write_private(target, text)
+        target.chmod(mode)
     except OSError as exc:
         raise PoolError(
             f"{file} cannot be written ({exc}). Everything else was done. Make it writable, or "

@@ -7,20 +7,24 @@ removed last, so that the command can be repeated after an interruption.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from botocore.exceptions import ClientError
 
 from etrain_jupyter.errors import ConfigError, PoolError
-from etrain_jupyter.plugins.ec2.account.boot import running_clusters
-from etrain_jupyter.plugins.ec2.account.bucket import to_remove
 from etrain_jupyter.plugins.ec2.account.cloudformation import label_of
 from etrain_jupyter.plugins.ec2.account.init import open_site
-from etrain_jupyter.plugins.ec2.account.options import Ask, InitOptions
+from etrain_jupyter.plugins.ec2.account.options import InitOptions
 from etrain_jupyter.plugins.ec2.account.pools_file import has_mark, remove_entry
-from etrain_jupyter.plugins.ec2.account.site import Site, check_name, reason_of
-from etrain_jupyter.plugins.ec2.account.stack import Stack
+from etrain_jupyter.plugins.ec2.account.site import (
+    Dialog,
+    Site,
+    check_name,
+    reason_of,
+    running_clusters,
+)
+from etrain_jupyter.plugins.ec2.account.stack import Stack, to_remove
 from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors
 from etrain_jupyter.plugins.ec2.spec import KIND
 from etrain_jupyter.pools.catalog import own_file, read_catalog
@@ -32,26 +36,13 @@ NOTHING = "Nothing was removed."
 def remove_pool(
     name: str,
     options: InitOptions,
+    dialog: Dialog,
     *,
-    ask: Ask,
-    say: Callable[[str], object],
-    is_confirmed: bool = False,
-    is_dry_run: bool = False,
     deletes_objects: bool = False,
 ) -> str:
     """Remove a pool's resources, and its entry in ``pools.yaml``.
 
-    Args:
-        name: The pool.
-        options: Region, bucket and profile of a pool that is not in ``pools.yaml``.
-        ask: Asks a question, and returns the answer.
-        say: Shows a line.
-        is_confirmed: Ask nothing.
-        is_dry_run: Show the steps only.
-        deletes_objects: Delete the bucket even if it contains objects.
-
-    Returns:
-        The result.
+    ``options`` has region, bucket and profile of a pool that is not in ``pools.yaml``.
 
     Raises:
         ConfigError: If the pool is not known, and no region is given.
@@ -71,48 +62,35 @@ def remove_pool(
     stack = Stack(site)
     steps: list[tuple[str, Callable[[], None]]] = []
     try:
-        _refuse_running(site)
+        if ids := running_clusters(site.clients, site.spec):
+            raise PoolError(
+                f"pool {name} still has {', '.join(ids)}. {NOTHING} Run `%etrain down {name}` "
+                "first."
+            )
         resources = stack.resources(is_usable=False)
         held = _holders(site, resources)
         if stack.describe():
             steps.append(
-                (f"delete stack {stack.name}", lambda: _delete_stack(site, stack, held, say))
+                (f"delete stack {stack.name}", lambda: _delete_stack(site, stack, held, dialog.say))
             )
         bucket_steps, notes = to_remove(site, deletes_objects=deletes_objects)
     except AwsErrors as exc:
         raise PoolError(f"the account cannot be examined: {reason_of(exc)}. {NOTHING}") from exc
-    details = [f"    delete {label_of(one)}" for id, one in resources.items() if id != "Bucket"]
-    details += [
-        f"    detach policy {policy} from {kind.lower()} {one}" for policy, kind, one in held
-    ]
+    details = [f"  delete {label_of(one)}" for id, one in resources.items() if id != "Bucket"]
+    details += [f"  detach policy {policy} from {kind.lower()} {one}" for policy, kind, one in held]
     steps += bucket_steps
     if known is not None and has_mark(file, name):
         steps.append((f"remove pool {name} from {file}", lambda: remove_entry(file, name)))
     elif known is not None:
         notes.append(f"pool {name} stays in {file}: `etrain pools init` did not write it")
-    say(f"pool {name} in {site.spec.region}, AWS account {site.account}")
-    for note in notes:
-        say(f"  {note}")
+    shown = [[text, *(details if text.startswith("delete stack") else ())] for text, _ in steps]
+    dialog.show(site, notes, [line for lines in shown for line in lines])
     if not steps:
         return f"Nothing of pool {name} is left to remove."
-    say("to do:")
-    for text, _ in steps:
-        say(f"  {text}")
-        for line in details if text.startswith("delete stack") else ():
-            say(line)
-    if is_dry_run:
-        return f"{NOTHING} Run the command without --dry-run to remove them."
-    if not is_confirmed and ask("Remove them? [y/N] ").strip().lower() not in ("y", "yes"):
-        return NOTHING
-    _carry_out(steps, name, say)
-    return f"pool {name} was removed"
-
-
-def _carry_out(
-    steps: Iterable[tuple[str, Callable[[], None]]], name: str, say: Callable[[str], object]
-) -> None:
+    if refusal := dialog.refusal("remove", NOTHING):
+        return refusal
     for text, run in steps:
-        say(text)
+        dialog.say(text)
         try:
             run()
         except AwsErrors as exc:
@@ -120,6 +98,7 @@ def _carry_out(
                 f"could not {text}: {reason_of(exc)}. Then run `%etrain pools remove {name}` "
                 "again: it continues with this step."
             ) from exc
+    return f"pool {name} was removed"
 
 
 def _holders(site: Site, resources: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -152,13 +131,3 @@ def _delete_stack(
 
 def _arn(site: Site, policy: str) -> str:
     return f"arn:aws:iam::{site.account}:policy/{policy}"
-
-
-def _refuse_running(site: Site) -> None:
-    """Refuse to remove the resources of a running cluster."""
-    ids = running_clusters(site.clients, site.spec)
-    if ids:
-        raise PoolError(
-            f"pool {site.name} still has {', '.join(ids)}. {NOTHING} Run "
-            f"`%etrain down {site.name}` first."
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import getpass
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from botocore.exceptions import ClientError
@@ -12,6 +12,7 @@ from botocore.exceptions import ClientError
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.plugins.ec2.aws_messages import message_of_error
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
+from etrain_jupyter.plugins.ec2.reaping import find_tagged
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects.s3_messages import code_of
 
@@ -62,6 +63,46 @@ class Site:
         return tags.get(POOL_TAG) == self.mark
 
 
+@dataclass(frozen=True, kw_only=True)
+class Dialog:
+    """Show what a command will change in an account, and ask for permission."""
+
+    ask: Callable[[str], str]
+    """Asks a question, and returns the answer."""
+    say: Callable[[str], object]
+    """Shows a line."""
+    is_confirmed: bool = False
+    """Ask nothing."""
+    is_dry_run: bool = False
+    """Show the steps only."""
+
+    def show(self, site: Site, notes: Sequence[str], steps: Sequence[str]) -> None:
+        """Show the steps, and remarks."""
+        self.say(f"pool {site.name} in {site.spec.region}, AWS account {site.account}")
+        for note in notes:
+            self.say(f"  {note}")
+        if steps:
+            self.say("to do:")
+        for step in steps:
+            self.say(f"  {step}")
+
+    def refusal(self, verb: str, nothing: str) -> str:
+        """Return why the steps are not carried out; empty if the user agrees."""
+        if self.is_dry_run:
+            return f"{nothing} Run the command without --dry-run to {verb} them."
+        question = f"{verb.capitalize()} them? [y/N] "
+        if self.is_confirmed or self.ask(question).strip().lower() in ("y", "yes"):
+            return ""
+        return nothing
+
+
+def running_clusters(clients: Clients, spec: AwsSpotSpec) -> list[str]:
+    """Return the ids of the pool's clusters that have resources on EC2."""
+    home = f"s3://{spec.bucket}/{spec.prefix}"
+    found = find_tagged(clients, spec.region)
+    return sorted({one.cluster_id for one in found if one.home.startswith(home)})
+
+
 def check_name(name: str) -> None:
     """Check the name of a pool whose resources are named after it.
 
@@ -78,11 +119,6 @@ def check_name(name: str) -> None:
 def tags_from(pairs: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return tags as a mapping."""
     return {one["Key"]: one["Value"] for one in pairs}
-
-
-def tag_pairs(tags: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return tags in the form of CloudFormation's templates and requests."""
-    return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
 def is_missing(exc: ClientError) -> bool:

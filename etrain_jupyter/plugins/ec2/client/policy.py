@@ -26,7 +26,7 @@ from importlib.resources import files
 from typing import Any
 
 from etrain_jupyter.plugins.ec2.bootstrap import KEYS
-from etrain_jupyter.plugins.ec2.environment.manifest import FOLDER as ENVIRONMENTS
+from etrain_jupyter.plugins.ec2.environment.wheels import FOLDER as ENVIRONMENTS
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 
 Policy = dict[str, Any]

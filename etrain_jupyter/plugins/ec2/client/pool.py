@@ -8,64 +8,35 @@ other can still be found.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.plugins.ec2.client.head_link import end_head
 from etrain_jupyter.plugins.ec2.fleet_state import STATE_FILE
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
-from etrain_jupyter.pools.base import CostReport, Leftovers
-from etrain_jupyter.pools.detached import DetachedPool, end_cluster_here
-from etrain_jupyter.pools.rpc import ask
+from etrain_jupyter.pools.base import Leftovers
+from etrain_jupyter.pools.detached import end_cluster_here
+from etrain_jupyter.pools.spec_pool import SpecPool
 from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
 from etrain_jupyter.process.cluster_settings import ClusterSettings
-from etrain_jupyter.process.state_root import environment_key, state_root
-from etrain_jupyter.wire.requests import ListCosts
 
 if TYPE_CHECKING:
     from etrain_jupyter.plugins.ec2.ec2_api import Clients
 
-HEAD_ELSEWHERE = "elsewhere"
-"""Host in the settings of a cluster whose head has its own machine."""
 UNLISTED_S = 180.0
 """Time in seconds after a launch during which EC2's listings may omit the new machine."""
-NODES = "etrain_jupyter.plugins.ec2.head.main:make_nodes"
 
 
-class AwsSpotPool(DetachedPool):
-    """EC2 spot machines.
+class AwsSpotPool(SpecPool[AwsSpotSpec]):
+    """EC2 spot machines."""
 
-    Args:
-        name: The pool's name in a cell.
-        spec: The pool's entry in ``pools.yaml``.
-        cluster_id: Bind the object to this cluster; by default, the pool's running cluster.
-        change: Changes the head's settings; for tests.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        spec: AwsSpotSpec,
-        *,
-        cluster_id: str | None = None,
-        change: Callable[[ClusterSettings], ClusterSettings] = lambda settings: settings,
-    ) -> None:
-        super().__init__(name=name, prefix=_prefix_of(name, spec), cluster_id=cluster_id)
-        self.spec = spec
-        self._change = change
-
-    @classmethod
-    def of_cluster(cls, cluster: ClusterDir) -> AwsSpotPool:
-        """Return the pool of a cluster that has a folder on this machine."""
-        settings = cluster.settings()
-        # Use the spec from the start of the cluster, because pools.yaml may have changed since.
-        spec = AwsSpotSpec.from_json(json.dumps(settings.spec))
-        return cls(settings.pool, spec, cluster_id=cluster.cluster_id)
+    kind_prefix = "aws"
+    spec_type = AwsSpotSpec
+    nodes_path = "etrain_jupyter.plugins.ec2.head.nodes:AwsNodes"
+    identity_keys = ("region", "bucket", "prefix")
+    port = 0
+    """Port of the scheduler; 0 for any."""
 
     def settings(self) -> ClusterSettings:
         """Return the settings for the head of a new cluster.
@@ -73,56 +44,32 @@ class AwsSpotPool(DetachedPool):
         Raises:
             PoolError: If the account, the network, the image or the bucket cannot be used.
         """
-        from etrain_jupyter.plugins.ec2.client.check import check_account, find_head_host
-        from etrain_jupyter.plugins.ec2.client.environment import with_environment
+        from etrain_jupyter.plugins.ec2.client.check import check_account
+        from etrain_jupyter.plugins.ec2.environment.prepare import with_environment
 
-        clients = self._clients()
+        clients, lifetime = self._clients(), self.spec.lifetime
         check_account(clients, self.spec)
         spec = with_environment(clients, self.spec)
         # Printed after the checks and before anything costs money.
-        self._print_price()
-        return self._change(
-            ClusterSettings(
-                idle_s=self.spec.lifetime.idle,
-                linger_s=self.spec.lifetime.linger,
-                pool=self.name,
-                prefix=self._prefix,
-                host=find_head_host(clients, self.spec),
-                nodes=NODES,
-                spec=json.loads(spec.to_json()),
-            )
-        )
-
-    def _print_price(self) -> None:
-        """Print the worst-case cost, before anything is launched."""
         print(f"etrain: pool {self.name} costs {self.price(self.spec.workers.max)}")
+        at = {"host": self._head_host(clients), "port": self.port}
+        return self._settings_for(spec, idle_s=lifetime.idle, linger_s=lifetime.linger, **at)
 
-    def prepare_start(self, root: Path) -> ClusterDir | None:
-        """Return the folder of a cluster whose head has died, to take it over with its machines.
+    def _head_host(self, clients: Clients) -> str:
+        """Return the address on which the scheduler listens."""
+        from etrain_jupyter.plugins.ec2.client.check import find_head_host
 
-        A dead cluster without machines is removed; otherwise its jobs would unexpectedly resume and
-        cost money. Users can resume them with ``%etrain resume``.
-        """
+        return find_head_host(clients, self.spec)
+
+    def _may_have_machines(self, cluster: ClusterDir) -> bool:
         from etrain_jupyter.plugins.ec2.ec2_api import LIVING, list_instances
 
-        for cluster in cluster_dirs(root):
-            record = cluster.record()
-            if cluster.prefix != self._prefix or (record is not None and not record.is_here):
-                continue  # belongs to another pool, or to another machine that shares the folder
-            #   record    machines        action
-            #   dead      yes, or maybe   take over: a new head finds jobs, state and machines
-            #   dead      none            remove what is left
-            #   none      any             remove: its start or shutdown is incomplete
-            #
-            # Called under the start lock, after `_find` found no running head, so any record is
-            # that of a dead head.
-            if record is not None and (
-                _has_just_launched(cluster)
-                or list_instances(self._clients().ec2, cluster_id=cluster.cluster_id, states=LIVING)
-            ):
-                return cluster
-            self.of_cluster(cluster).down()
-        return None
+        with contextlib.suppress(FileNotFoundError):
+            # The file is written before each launch, see `fleet_state`.
+            if time.time() - (cluster.path / STATE_FILE).stat().st_mtime < UNLISTED_S:
+                return True
+        ec2 = self._clients().ec2
+        return bool(list_instances(ec2, cluster_id=cluster.cluster_id, states=LIVING))
 
     def shared_place(self) -> str:
         """Return a folder in the pool's bucket that the nodes' role may write to."""
@@ -135,20 +82,11 @@ class AwsSpotPool(DetachedPool):
             PoolError: If AWS cannot be reached, or ``image.archive`` has no digest.
         """
         from etrain_jupyter.plugins.ec2.client.check import check_archive
-        from etrain_jupyter.plugins.ec2.client.worst_case import describe_price
+        from etrain_jupyter.plugins.ec2.client.live_prices import describe_price
 
         clients = self._clients()
         check_archive(clients, self.spec)
         return describe_price(clients, self.spec, min(max_workers, self.spec.workers.max))
-
-    def cost(self) -> CostReport:
-        """Return what the machines of the running cluster have cost so far."""
-        costs = ask(self._address(), ListCosts()).costs
-        return CostReport(
-            spent_usd=sum(one["spent_usd"] for one in costs),
-            on_demand_usd=sum(one["on_demand_usd"] for one in costs),
-            node_hours=sum(one["hours"] for one in costs),
-        )
 
     def down(self, *, timeout_s: float = 240.0) -> Leftovers:
         """Shut the cluster down here, then remove its resources in EC2 and the bucket.
@@ -192,22 +130,3 @@ class AwsSpotPool(DetachedPool):
                 "%pip install 'etrain-jupyter[aws]' and restart the kernel."
             ) from exc
         return Clients(self.spec)
-
-
-def _has_just_launched(cluster: ClusterDir) -> bool:
-    """Return whether the cluster may have machines that EC2 does not list yet."""
-    with contextlib.suppress(FileNotFoundError):
-        # The file is written before each launch, see `fleet_state`.
-        return time.time() - (cluster.path / STATE_FILE).stat().st_mtime < UNLISTED_S
-    return False
-
-
-def _prefix_of(name: str, spec: AwsSpotSpec) -> str:
-    """Return the prefix of a pool's cluster ids.
-
-    Pools with the same name in two notebooks' folders are different pools, unless they share
-    region, bucket, state directory and Python environment.
-    """
-    places = (spec.region, spec.bucket, spec.prefix, state_root(), environment_key())
-    text = "\n".join(map(str, (name, *places)))
-    return f"aws-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.plugins.ec2.client.head_link import (
     HEAD_FILE,
+    find_command,
     head_address_of,
     is_answering,
+    open_tunnel,
     write_head,
 )
-from etrain_jupyter.plugins.ec2.client.pool import HEAD_ELSEWHERE, NODES, AwsSpotPool
-from etrain_jupyter.plugins.ec2.client.tunnel import find_command, open_tunnel
+from etrain_jupyter.plugins.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.pools.catalog import PoolEntry
 from etrain_jupyter.pools.detached import START_S
@@ -49,28 +50,16 @@ class AwsRemotePool(AwsSpotPool):
 
     is_head_elsewhere = True
 
+    port = PORT
+
     def settings(self) -> ClusterSettings:
         """Return the settings for the head, on its own machine."""
-        from etrain_jupyter.plugins.ec2.client.check import check_account
-        from etrain_jupyter.plugins.ec2.client.environment import with_environment
-
         if self.spec.head_tunnel == "ssm":
             find_command()
-        check_account(self._clients(), self.spec)
-        spec = with_environment(self._clients(), self.spec)
-        self._print_price()
-        return self._change(
-            ClusterSettings(
-                idle_s=spec.lifetime.idle,
-                linger_s=spec.lifetime.linger,
-                pool=self.name,
-                prefix=self._prefix,
-                host=HEAD_ELSEWHERE,
-                port=PORT,
-                nodes=NODES,
-                spec=json.loads(spec.to_json()),
-            )
-        )
+        return super().settings()
+
+    def _head_host(self, clients: Clients) -> str:
+        return "elsewhere"  # known when its machine has started
 
     def _address(self) -> SchedulerAddress:
         for cluster in filter(self._is_ours, cluster_dirs()):
@@ -168,48 +157,40 @@ class AwsRemotePool(AwsSpotPool):
     def _launch(self, clients: Clients, cluster: ClusterDir, settings: ClusterSettings) -> str:
         """Write the head's files to the bucket and launch its machine; return the machine's id."""
         from etrain_jupyter.plugins.ec2.aws_messages import message_of_code
-        from etrain_jupyter.plugins.ec2.bootstrap import (
-            SETTINGS,
-            config_of,
-            make_template,
-            put_node_files,
-            tags_of,
-        )
+        from etrain_jupyter.plugins.ec2.bootstrap import SETTINGS, config_of, make_template
         from etrain_jupyter.plugins.ec2.fleet_launch import create_fleet
         from etrain_jupyter.plugins.ec2.fleet_state import LaunchRequest
-        from etrain_jupyter.plugins.ec2.network import open_network
+        from etrain_jupyter.plugins.ec2.launch_context import set_up
         from etrain_jupyter.storage.objects.bucket_owners import ANY
         from etrain_jupyter.wire.versions import read_fingerprint
 
         name, spec = cluster.cluster_id, self.spec
         config = config_of(spec, name, fingerprint=read_fingerprint())
-        boot = put_node_files(clients, name, config, cluster.tls, with_head=True)
+        context = set_up(clients, spec, name, cluster.tls, config)
         # From the head's point of view, the scheduler is on "this machine". The head uses its role
         # instead of a profile, and the bucket's owner that was determined here.
-        home = {"head": "notebook", "profile": None, "bucket_owner": boot.owner or ANY}
+        home = {"head": "notebook", "profile": None, "bucket_owner": context.boot.owner or ANY}
         own = spec.model_copy(update=home)
-        settings = dataclasses.replace(settings, spec=json.loads(own.to_json()))
+        settings = dataclasses.replace(settings, spec=own.to_dict())
         text = json.dumps(dataclasses.asdict(settings)).encode()
         clients.bucket.put(f"clusters/{name}/{SETTINGS}", text, "storing the head's settings")
-        expires_at = time.time() + spec.lifetime.max + 3600
-        frame = tags_of(spec, name, expires_at=expires_at)
-        network = open_network(clients.ec2, spec, name, frame)
-        tags = tags_of(spec, name, expires_at=expires_at, role="head")
-        make_template(clients, spec, name, network, frame, boot)  # the head may not create one
-        template = make_template(clients, spec, name, network, tags, boot, role="head")
+        tags = {**context.tags, "etrain:role": "head"}
+        template = make_template(
+            clients, spec, name, context.network, tags, context.boot, role="head"
+        )
         request = LaunchRequest(
             token=f"{name}-head",
             lifecycle="on-demand",
             num_nodes=1,
             workers_each=0,
             # Any zone will do: on-demand prices are the same in all zones of a region.
-            overrides=tuple((spec.head_type, zone) for zone in sorted(network.subnets)),
+            overrides=tuple((spec.head_type, zone) for zone in sorted(context.subnets)),
         )
         answer = create_fleet(
             clients.launcher,
             request,
             template_id=template,
-            subnets=network.subnets,
+            subnets=context.subnets,
             allocation="",
             tags=tags,
         )

@@ -1,4 +1,4 @@
-"""List the packages of the kernel's environment with ``uv pip list`` and ``uv pip freeze``."""
+"""List the packages of the kernel's environment with uv, and the digests in its ``uv.lock``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import url2pathname
@@ -20,6 +21,7 @@ import etrain_jupyter
 from etrain_jupyter.errors import PoolError
 
 ETRAIN = "etrain-jupyter"
+LOCK_FILE = "uv.lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +119,52 @@ def without(packages: Iterable[Package], patterns: Sequence[str]) -> list[Packag
     return [
         one for one in packages if not any(fnmatch.fnmatchcase(one.name, name) for name in wanted)
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lock:
+    """A lock file that the environment satisfies."""
+
+    path: Path
+    digests: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """SHA-256 of the wheels of each package."""
+
+
+def find_lock(folder: Path, packages: Iterable[Package]) -> tuple[Lock | None, str]:
+    """Return the lock of the project that contains a folder, and why it is not used.
+
+    A lock is used if every installed package that it names has the version that it names.
+    """
+    for place in (folder, *folder.parents):
+        path = place / LOCK_FILE
+        if path.is_file():
+            return read_lock(path, packages)
+        if (place / ".git").exists():
+            break
+    return None, ""
+
+
+def read_lock(path: Path, packages: Iterable[Package]) -> tuple[Lock | None, str]:
+    """Read a lock file; see ``find_lock``."""
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8")).get("package", [])
+        versions: dict[str, set[str]] = {}
+        digests: dict[str, set[str]] = {}
+        for entry in entries:
+            name = canonicalize_name(entry["name"])
+            # A lock for several platforms may have several versions of a package.
+            versions.setdefault(name, set()).add(str(entry.get("version", "")))
+            for wheel in entry.get("wheels", ()):
+                kind, _, digest = str(wheel.get("hash", "")).partition(":")
+                if kind == "sha256":
+                    digests.setdefault(name, set()).add(digest)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        return None, f"{path} is not used: it cannot be read ({exc})"
+    for package in packages:
+        known = versions.get(package.name, set()) - {""}
+        if known and package.project is None and package.version not in known:
+            return None, (
+                f"{path} is not used: {package} is installed, the lock has "
+                f"{' and '.join(sorted(known))}. `uv sync` would change the environment"
+            )
+    return Lock(path=path, digests={name: frozenset(one) for name, one in digests.items()}), ""

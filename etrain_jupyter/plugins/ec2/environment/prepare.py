@@ -15,6 +15,7 @@ projects, and otherwise reads a list of the bucket only.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import platform
@@ -31,23 +32,49 @@ from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
 from etrain_jupyter.errors import PoolError, StoreError
-from etrain_jupyter.plugins.ec2.environment.locked import find_lock
-from etrain_jupyter.plugins.ec2.environment.manifest import WHEELS, Manifest, Wheel, key_of
-from etrain_jupyter.plugins.ec2.environment.packages import Package, read_packages, run_uv, without
+from etrain_jupyter.plugins.ec2.account.machines import find_architecture
+from etrain_jupyter.plugins.ec2.ec2_api import Clients
+from etrain_jupyter.plugins.ec2.environment.packages import (
+    Package,
+    find_lock,
+    read_packages,
+    run_uv,
+    without,
+)
 from etrain_jupyter.plugins.ec2.environment.sources import (
     Missing,
     MissingWheelsError,
     NoWheelError,
     Sources,
 )
-from etrain_jupyter.plugins.ec2.environment.torch_builds import choose_build, installed_cuda
-from etrain_jupyter.plugins.ec2.environment.wheels import Platform, digest_of
+from etrain_jupyter.plugins.ec2.environment.torch_builds import (
+    capabilities_of,
+    choose_build,
+    installed_cuda,
+)
+from etrain_jupyter.plugins.ec2.environment.wheels import (
+    WHEELS,
+    Manifest,
+    Platform,
+    Wheel,
+    key_of,
+)
+from etrain_jupyter.plugins.ec2.launch_context import find_types
+from etrain_jupyter.plugins.ec2.network import NOTHING
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec, EnvironmentSpec
 from etrain_jupyter.process.files import write_private
+from etrain_jupyter.process.state_root import open_state_root
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
 
 INDEX_FILE = "wheels.json"
 """Wheels that this machine has stored, by package, in the state folder."""
 NUM_THREADS = 4
+
+
+MACHINES = {"x86_64": "x86_64", "arm64": "aarch64"}
+"""Architectures of EC2, and their names in wheels."""
+CACHE = "environments"
+MB = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +114,8 @@ def prepare(
 ) -> Prepared:
     """Store this kernel's environment in the bucket, unless it is there.
 
-    Args:
-        bucket: The pool's prefix.
-        needs: Requirements of the nodes.
-        cache: Folder for the list of stored wheels.
-        say: Shows a line.
-        packages: The environment; by default the packages of this process.
+    ``cache`` is the folder for the list of stored wheels; ``packages`` are by default those of this
+    process.
 
     Raises:
         MissingWheelsError: If some packages have no wheel.
@@ -243,10 +266,10 @@ class _WheelStore:
     def _store(self, path: Path) -> Wheel:
         """Upload a wheel, unless it is stored."""
         size = path.stat().st_size
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         name, version, _, _ = parse_wheel_filename(path.name)
-        wheel = Wheel(
-            name=name, version=str(version), file=path.name, sha256=digest_of(path), size=size
-        )
+        wheel = Wheel(name=name, version=str(version), file=path.name, sha256=digest, size=size)
         if wheel.key not in self._stored:
             what = f"the wheel {path.name} cannot be stored"
             try:
@@ -277,3 +300,72 @@ def _read_index(path: Path) -> dict[str, Sequence[Wheel]]:
         return {key: [Wheel(**one) for one in wheels] for key, wheels in known.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}  # missing, or written by another version: the wheels are downloaded again
+
+
+def with_environment(
+    clients: Clients, spec: AwsSpotSpec, say: Callable[[str], object] = print
+) -> AwsSpotSpec:
+    """Return the spec with the manifest of the stored environment; blocks until it is stored.
+
+    Pools whose image has its own interpreter are returned unchanged.
+
+    Raises:
+        PoolError: If a package cannot be sent, or the bucket cannot be used.
+    """
+    if not spec.image.is_kernel:
+        return spec
+    try:
+        if spec.image.manifest:
+            _check_stored(clients, spec)
+            return spec
+        prepared = prepare(
+            clients.bucket,
+            needs_of(clients, spec),
+            cache=open_state_root() / CACHE,
+            say=say,
+        )
+    except StoreError as exc:
+        raise PoolError(
+            f"the kernel's environment cannot be stored in the bucket {spec.bucket}: {exc}. "
+            f"{NOTHING} `%etrain pools policy` prints the policy that the user needs. To use an "
+            "interpreter of the image instead, set image.python."
+        ) from exc
+    wheels = prepared.manifest.wheels
+    uploaded = (
+        f"{prepared.num_uploaded} wheels ({prepared.uploaded_bytes / MB:.0f} MB) uploaded"
+        if prepared.num_uploaded
+        else "all in the bucket"
+    )
+    say(
+        f"etrain: nodes install this kernel's environment: {len(wheels)} packages, "
+        f"{sum(one.size for one in wheels) / MB:.0f} MB, {uploaded} ({prepared.seconds:.1f} s)"
+    )
+    return spec.with_manifest(prepared.digest)
+
+
+def needs_of(clients: Clients, spec: AwsSpotSpec) -> NodeNeeds:
+    """Return what the pool's machines need.
+
+    Raises:
+        PoolError: If the image does not exist.
+    """
+    environment = spec.image.environment or EnvironmentSpec()
+    named = spec.capacity.gpu is None
+    types = spec.capacity.types if named else tuple(find_types(clients, spec))
+    folder = environment.wheels
+    return NodeNeeds(
+        machine=MACHINES.get(find_architecture(clients, spec), "x86_64"),
+        capabilities=capabilities_of(types),
+        exclude=environment.exclude,
+        wheels=Path(folder).expanduser() if folder is not None else None,
+    )
+
+
+def _check_stored(clients: Clients, spec: AwsSpotSpec) -> None:
+    key = key_of(spec.image.manifest)
+    if clients.bucket.head(key, "looking up the environment") is None:
+        raise PoolError(
+            f"image.environment.manifest names an environment that s3://{spec.bucket}/"
+            f"{spec.prefix}{key} does not contain. {NOTHING} Remove the key, to store the kernel's "
+            "environment."
+        )

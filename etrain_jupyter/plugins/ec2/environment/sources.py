@@ -25,8 +25,12 @@ from packaging.utils import InvalidSdistFilename, canonicalize_name, parse_sdist
 from packaging.version import Version
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.plugins.ec2.environment.locked import Lock
-from etrain_jupyter.plugins.ec2.environment.packages import Package, find_uv, without_credentials
+from etrain_jupyter.plugins.ec2.environment.packages import (
+    Lock,
+    Package,
+    find_uv,
+    without_credentials,
+)
 from etrain_jupyter.plugins.ec2.environment.torch_builds import TOGETHER, TorchBuild
 from etrain_jupyter.plugins.ec2.environment.wheels import Platform, choose_wheel
 

@@ -1,11 +1,19 @@
-"""Choose the wheel of a package that runs on the nodes."""
+"""Wheels of an environment: which ones run on the nodes, and where they are in the bucket.
+
+Wheels and manifests are content-addressed, so a wheel is stored once for all environments that
+contain it::
+
+    environments/<sha256 of the manifest>.json
+    environments/wheels/<sha256 of the wheel>/numpy-2.4.6-cp311-cp311-manylinux_2_28_x86_64.whl
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from packaging.tags import Tag, compatible_tags, cpython_tags, parse_tag
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
@@ -14,6 +22,9 @@ from packaging.version import InvalidVersion, Version
 GLIBC = (2, 34)
 """Minor version of the C library up to which wheels are accepted: Amazon Linux 2023 has 2.34,
 Ubuntu 22.04 has 2.35."""
+FOLDER = "environments"
+WHEELS = f"{FOLDER}/wheels"
+FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +83,45 @@ def choose_wheel(files: Sequence[str], name: str, version: str, platform: Platfo
     return best[2] if best is not None else None
 
 
-def digest_of(wheel: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with wheel.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    """One wheel in the bucket."""
+
+    name: str
+    version: str
+    file: str
+    sha256: str
+    size: int
+    """Bytes."""
+
+    @property
+    def key(self) -> str:
+        """Its key, below the pool's prefix."""
+        return f"{WHEELS}/{self.sha256}/{self.file}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """One environment."""
+
+    python: str
+    """The kernel's version, such as ``3.11.7``; nodes may have another patch version."""
+    machine: str
+    wheels: tuple[Wheel, ...]
+    """Sorted by name."""
+    installer: Wheel
+    """The wheel of uv."""
+
+    def to_json(self) -> bytes:
+        """Return the object's bytes."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1).encode()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the object, from which its key is made."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+
+def key_of(digest: str) -> str:
+    """Return the key of a manifest, below the pool's prefix."""
+    return f"{FOLDER}/{digest}.json"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from etrain_jupyter.plugins.ec2.ledger import Ledger, PriceBook
+from etrain_jupyter.plugins.ec2.ec2_api import Clients, Instance
+from etrain_jupyter.plugins.ec2.ledger import Ledger, Row
+from etrain_jupyter.plugins.ec2.prices import Prices
+from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
 
 
@@ -93,32 +97,8 @@ class ClusterFiles:
         data = self._read(self._ledger, "the ledger cannot be read")
         return Ledger.from_dict(data) if data else Ledger()
 
-    def store_ledger(
-        self, ledger: Ledger, prices: PriceBook, now: float, facts: Mapping[str, Any]
-    ) -> None:
-        """Write rows, prices and totals; the ledger outlives the cluster."""
-        # Totals and prices are stored only for people who read the file: `ledger` reads nothing but
-        # the rows.
-        total = ledger.total(prices, now)
-        data = {
-            **facts,
-            **ledger.to_dict(),
-            "at": now,
-            "spent_usd": total.spent,
-            "on_demand_usd": total.on_demand,
-            "saved_usd": total.saved,
-            "waived_usd": total.waived,
-            "volumes_usd": total.volume,
-            "node_hours": total.hours,
-            "is_known": total.is_known,
-            "rate_usd": ledger.rate(prices, now),
-            "spot_prices": [
-                [type, zone, list(points)]
-                for (type, zone), points in prices.spot.items()
-                if any((row.type, row.zone) == (type, zone) for row in ledger.rows.values())
-            ],
-            "on_demand_prices": dict(prices.on_demand),
-        }
+    def store_ledger(self, data: Mapping[str, Any]) -> None:
+        """Write the ledger, which outlives the cluster."""
         self._bucket.put(self._ledger, json.dumps(data).encode(), "the ledger cannot be written")
 
     def _read(self, key: str, what: str) -> dict[str, Any] | None:
@@ -128,3 +108,92 @@ class ClusterFiles:
         except ValueError:
             return None  # truncated, or not ours: treat it as missing
         return value if isinstance(value, dict) else None
+
+
+class Accounts:
+    """One cluster's prices and ledger, stored in the bucket. Used by the reconcile thread only."""
+
+    def __init__(
+        self, spec: AwsSpotSpec, cluster_id: str, clients: Clients, files: ClusterFiles
+    ) -> None:
+        self._spec = spec
+        self._id = cluster_id
+        self._files = files
+        self.prices = Prices(clients=clients, region=spec.region, volume_type=spec.volume.type)
+        self.ledger = Ledger()
+
+    def refresh_prices(self, types: Iterable[str], now: float) -> None:
+        """Fetch new prices, with the price history since the launch of machines in the ledger."""
+        # The ledger may contain machines from previous heads, priced by the spot history since
+        # their launch. Start a minute earlier, so that the first point is the price in force at the
+        # launch.
+        launches = (row.launched_at for row in self.ledger.rows.values())
+        self.prices.refresh({*types}, since=min(launches, default=now) - 60, now=now)
+
+    def record(self, instances: Sequence[Instance], living: Iterable[str], now: float) -> None:
+        """Record machines that EC2 lists, and the end of those that it no longer lists.
+
+        ``living`` contains the ids of machines that run but are missing from the listing.
+        """
+        rows = [
+            Row(
+                id=one.id,
+                type=one.type,
+                zone=one.zone,
+                lifecycle=one.lifecycle,
+                launched_at=one.launched_at,
+                # EC2 gives the time only inside StateTransitionReason, and not for every reason.
+                ended_at=None if one.is_living else one.ended_at or now,
+                reason="" if one.is_living else one.reason,
+                volume_gib=float(self._spec.volume.gib),
+                role=one.tags.get("etrain:role", "node"),
+            )
+            for one in instances
+        ]
+        # EC2 stops listing machines an hour after they end.
+        known = {one.id for one in instances} | set(living)
+        rows += [
+            dataclasses.replace(row, ended_at=now)
+            for row in self.ledger.rows.values()
+            if row.ended_at is None and row.id not in known
+        ]
+        self.ledger = self.ledger.with_rows(rows)
+
+    def spent_usd(self, now: float) -> float:
+        """Return the US dollars owed if all machines were terminated now."""
+        return self.ledger.committed(self.prices.book, now)
+
+    def rate_usd(self, now: float) -> float:
+        """Return the hourly cost of the running machines, in US dollars."""
+        return self.ledger.rate(self.prices.book, now)
+
+    def store(self, now: float) -> None:
+        """Write rows, prices and totals to the bucket."""
+        # Totals and prices are stored only for people who read the file: `ClusterFiles.ledger`
+        # reads nothing but the rows.
+        book = self.prices.book
+        total = self.ledger.total(book, now)
+        pools = {(row.type, row.zone) for row in self.ledger.rows.values()}
+        data = {
+            "cluster_id": self._id,
+            "region": self._spec.region,
+            "prices": self.prices.describe(),
+            "max_total": self._spec.budget.max_total,
+            **self.ledger.to_dict(),
+            "at": now,
+            "spent_usd": total.spent,
+            "on_demand_usd": total.on_demand,
+            "saved_usd": total.saved,
+            "waived_usd": total.waived,
+            "volumes_usd": total.volume,
+            "node_hours": total.hours,
+            "is_known": total.is_known,
+            "rate_usd": self.rate_usd(now),
+            "spot_prices": [
+                [type, zone, list(points)]
+                for (type, zone), points in book.spot.items()
+                if (type, zone) in pools
+            ],
+            "on_demand_prices": dict(book.on_demand),
+        }
+        self._files.store_ledger(data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from etrain_jupyter.display.numbers import counted
 from etrain_jupyter.plugins.ec2.fleet_state import FleetState
 from etrain_jupyter.plugins.ec2.head.view import Rules, View
 from etrain_jupyter.plugins.ec2.ledger import TAKEN_BY_EC2
@@ -80,7 +81,6 @@ def budget_too_small(rules: Rules, view: View, num_nodes: int, num_fit: int) -> 
 
 def no_capacity(state: FleetState, rules: Rules, view: View, missing: int, short_s: float) -> str:
     """Return the warning that EC2 has no capacity, and when the next attempt is."""
-    workers = "1 worker" if missing == 1 else f"{missing} workers"
     since = f" for {short_s:.0f} s" if short_s >= 1 else " now"
     refused = {key: one for key, one in state.back_offs.items() if one.until > view.now}
     where = ""
@@ -109,16 +109,15 @@ def no_capacity(state: FleetState, rules: Rules, view: View, missing: int, short
             f"{after}"
         )
     return (
-        f"EC2 has no capacity for {workers}{since}{where}. Launches are retried until it has. "
-        f"{more}."
+        f"EC2 has no capacity for {counted(missing, 'worker')}{since}{where}. Launches are retried "
+        f"until it has. {more}."
     )
 
 
 def full_price(rules: Rules, type: str, num_nodes: int, short_s: float) -> str:
     """Return the warning that on-demand machines replace spot machines."""
-    nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
     return (
-        f"EC2 has had no spot capacity for {short_s:.0f} s: requesting {nodes} of {type} on "
-        f"demand, at the full price (capacity.on_demand: after {rules.on_demand_after_s:g} s, max "
-        f"{rules.most_on_demand})."
+        f"EC2 has had no spot capacity for {short_s:.0f} s: requesting "
+        f"{counted(num_nodes, 'node')} of {type} on demand, at the full price "
+        f"(capacity.on_demand: after {rules.on_demand_after_s:g} s, max {rules.most_on_demand})."
     )

@@ -14,11 +14,12 @@ from etrain_jupyter.plugins.ec2.placement import (
     best_size,
     best_value,
     best_zone,
+    pays_to_spread,
+    traffic_usd_per_h,
     usable,
     within_budget,
+    zone_wait_s,
 )
-from etrain_jupyter.plugins.ec2.placement_scores import zone_wait_s
-from etrain_jupyter.plugins.ec2.zone_traffic import pays_to_spread, traffic_usd_per_h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,11 @@ def _candidates(
     here = [offer for offer in found if offer.zone == zone]
     short_s = view.now - (state.short_since or view.now)
     # Wait first: many back-offs end within a minute, and traffic between zones costs money.
-    if not here and short_s >= _wait_s(view.offers, found, zone):
+    wait_s = zone_wait_s(
+        score=max((one.score for one in view.offers if one.zone == zone), default=0),
+        best_elsewhere=max((one.score for one in found if one.zone != zone), default=0),
+    )
+    if not here and short_s >= wait_s:
         if rules.on_shortage == "spread" or (
             rules.on_shortage == "auto" and _spread_pays(view, count, found, lifecycle)
         ):
@@ -184,14 +189,6 @@ def _candidates(
             zone = best_zone(view.offers, found, lifecycle)
             here = [offer for offer in found if offer.zone == zone]
     return state.with_(zone=zone), here
-
-
-def _wait_s(offers: Sequence[Offer], found: Sequence[Offer], zone: str) -> float:
-    """Return the time for which capacity in the zone is waited for, before other zones are used."""
-    return zone_wait_s(
-        score=max((one.score for one in offers if one.zone == zone), default=0),
-        best_elsewhere=max((one.score for one in found if one.zone != zone), default=0),
-    )
 
 
 def _spread_pays(view: View, count: Count, found: Sequence[Offer], lifecycle: str) -> bool:

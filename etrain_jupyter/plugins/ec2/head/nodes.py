@@ -17,25 +17,26 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from etrain_jupyter.errors import PoolError, StoreError
-from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost
+from etrain_jupyter.head.coordinator.nodes import NodeCost
+from etrain_jupyter.head.node_source import HeadFacts
 from etrain_jupyter.plugins.ec2.bootstrap import config_of
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
-from etrain_jupyter.plugins.ec2.head.desired_fleet import (
+from etrain_jupyter.plugins.ec2.head.reconciler import Reconciler
+from etrain_jupyter.plugins.ec2.head.roster import (
     DesiredFleet,
     FleetSnapshot,
     NodeNotice,
     Reports,
-    node_of,
 )
-from etrain_jupyter.plugins.ec2.head.reconciler import Reconciler
 from etrain_jupyter.plugins.ec2.launch_context import set_up
+from etrain_jupyter.plugins.ec2.node_config import node_of
 from etrain_jupyter.plugins.ec2.reaping import remove
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
-from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.wire.versions import read_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -47,50 +48,18 @@ class AwsNodes:
     """Source of nodes on EC2. Only ``start`` and ``close`` block.
 
     All callbacks run on the event loop that ``start`` ran on.
-
-    Args:
-        cluster_dir: The cluster's folder on this machine.
-        spec: The pool.
-        is_connected: Returns whether a worker is connected to the scheduler.
-        on_gone: Called with a worker whose machine is gone, and the reason.
-        on_warning: Called with warnings for the logs of jobs.
-        on_halt: Called once when launches stop, with the reason.
-        on_note: Called with the progress of boots, for the logs of jobs.
-        clients: AWS clients; by default those of the spec.
-        fingerprint: Versions of the packages installed here; nodes must have the same.
     """
 
     replaces_early = True
     trains_after_notice = True
 
-    def __init__(
-        self,
-        cluster_dir: ClusterDir,
-        spec: AwsSpotSpec,
-        *,
-        is_connected: Callable[[str], bool],
-        on_gone: Callable[[str, str], None],
-        on_warning: Callable[[str], None],
-        on_halt: Callable[[str], None],
-        on_note: Callable[[str], None] = lambda text: None,
-        clients: Clients | None = None,
-        fingerprint: Mapping[str, str] | None = None,
-    ) -> None:
-        self.is_busy: Callable[[str], bool] | None = None
-        """Returns whether a job uses a worker; None if unknown."""
-        self.on_notice: Callable[[str, float], None] | None = None
-        """Called with a worker in use and the time (epoch) at which it will be terminated."""
-        self.progress: Callable[[], Sequence[JobProgress]] | None = None
-        """Returns the progress of the jobs; None if unknown."""
-        self._dir = cluster_dir
-        self._spec = spec
+    def __init__(self, facts: HeadFacts) -> None:
+        self._facts = facts
+        self._dir = facts.cluster
+        self._spec = spec = AwsSpotSpec.model_validate(facts.settings.spec)
         is_timed = spec.capacity.policy == "deadline"
         self.finish_by_s: float | None = spec.capacity.finish_by if is_timed else None
-        self._is_connected = is_connected
-        self._callbacks = (on_gone, on_warning, on_halt)
-        self._on_note = on_note
-        self._clients = clients or Clients(spec)
-        self._fingerprint = fingerprint
+        self._clients = Clients(spec)
         self._wanted = 0
         # workers.want is only the initial value, which `hold` replaces. workers.min always applies,
         # see `Reconciler._view`.
@@ -100,7 +69,6 @@ class AwsNodes:
         self._noticed: dict[str, NodeNotice] = {}
         self._reconciler: Reconciler | None = None
         self._has_adopted = False
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self, scheduler_address: str) -> None:
         """Create what nodes need, adopt existing nodes, take the lease, and start the thread.
@@ -108,12 +76,11 @@ class AwsNodes:
         Raises:
             PoolError: If AWS refuses a request.
         """
-        self._loop = asyncio.get_running_loop()
         config = config_of(
             self._spec,
             self._dir.cluster_id,
-            fingerprint=self._fingerprint,
-            supervisor=self._dir.settings().supervisor,
+            fingerprint=read_fingerprint(),
+            supervisor=self._facts.settings.supervisor,
         )
         # Every step finds what a previous head created, so a head that takes over runs the same
         # code as the first one:
@@ -130,7 +97,7 @@ class AwsNodes:
             self._clients,
             self._dir.path,
             context,
-            self._reports(),
+            self._reports(asyncio.get_running_loop()),
         )
         try:
             await asyncio.to_thread(self._reconciler.adopt, scheduler_address)
@@ -200,16 +167,16 @@ class AwsNodes:
             # The thread does not see a release before its next tick; show the release immediately.
             is_leaving = node.is_leaving or node.id in self._releasing
             for worker in node.workers:
-                state = "running" if self._is_connected(worker) else "starting"
+                state = "running" if self._facts.is_connected(worker) else "starting"
                 records.append(
                     {
                         "worker": worker,
                         "pid": 0,
                         "state": "draining" if is_leaving else state,
                         "device": node.device,
-                        "type": node.type,
-                        "zone": node.zone,
-                        "lifecycle": node.lifecycle,
+                        "type": node.instance.type,
+                        "zone": node.instance.zone,
+                        "lifecycle": node.instance.lifecycle,
                         # The price of the machine is divided among its workers, because callers sum
                         # over workers.
                         "price_usd_per_h": node.usd_per_h / len(node.workers),
@@ -262,8 +229,7 @@ class AwsNodes:
         thread = self._reconciler
         if thread is None:
             return
-        nodes = thread.snapshot.nodes
-        living = {node.id for node in nodes}
+        living = {node.id for node in thread.snapshot.nodes}
         self._noticed = {
             id: one
             for id, one in self._noticed.items()
@@ -272,24 +238,21 @@ class AwsNodes:
         }
         thread.desired = DesiredFleet(
             wanted=max(self._wanted, self._min_workers),
-            connected=frozenset(
-                node.id for node in nodes if any(map(self._is_connected, node.workers))
-            ),
-            # A machine is busy if any of its workers is, because all of them end with the machine.
-            busy=frozenset(node.id for node in nodes if any(map(self._may_be_busy, node.workers))),
+            connected=self._nodes_with(self._facts.is_connected),
+            busy=self._nodes_with(self._facts.is_busy),
             releasing=dict(self._releasing),
             killing=frozenset(self._killing),
             noticed=dict(self._noticed),
-            jobs=tuple(self.progress()) if self.progress is not None else (),
+            jobs=tuple(self._facts.progress()),
         )
         if wake:
             thread.wake()
 
-    def _may_be_busy(self, worker: str) -> bool:
-        # Without a coordinator (in tests), assume that jobs use all connected workers.
-        if self.is_busy is not None:
-            return self.is_busy(worker)
-        return self._wanted > 0 and self._is_connected(worker)
+    def _nodes_with(self, has_state: Callable[[str], bool]) -> frozenset[str]:
+        """Return the nodes of which any worker is in a state: all end with their machine."""
+        return frozenset(
+            node.id for node in self.snapshot.nodes if any(map(has_state, node.workers))
+        )
 
     def _gone(self, worker: str, why: str) -> None:
         # Called once per worker on the machine; the first call cleans up.
@@ -297,27 +260,21 @@ class AwsNodes:
         self._releasing.pop(node, None)
         self._killing.discard(node)
         self._noticed.pop(node, None)
-        self._callbacks[0](worker, why)
+        self._facts.on_gone(worker, why)
 
-    def _leaving(self, worker: str, deadline: float) -> None:
-        if self.on_notice is not None:
-            self.on_notice(worker, deadline)
-
-    def _reports(self) -> Reports:
+    def _reports(self, loop: asyncio.AbstractEventLoop) -> Reports:
         def on_loop(callback: Callable[..., None]) -> Callable[..., None]:
             def call(*args: Any) -> None:
                 # The loop may be closed before the thread ends.
                 with contextlib.suppress(RuntimeError):
-                    if self._loop is not None:
-                        self._loop.call_soon_threadsafe(callback, *args)
+                    loop.call_soon_threadsafe(callback, *args)
 
             return call
 
-        _, on_warning, on_halt = self._callbacks
         return Reports(
             gone=on_loop(self._gone),
-            warning=on_loop(on_warning),
-            note=on_loop(self._on_note),
-            halt=on_loop(on_halt),
-            leaving=on_loop(self._leaving),
+            warning=on_loop(self._facts.on_warning),
+            note=on_loop(self._facts.on_note),
+            halt=on_loop(self._facts.on_halt),
+            leaving=on_loop(self._facts.on_notice),
         )

@@ -19,13 +19,14 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from botocore.parsers import ResponseParserError
 
 from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.plugins.ec2.aws_messages import AwsErrors, kind_of, message_of_error
+from etrain_jupyter.plugins.ec2.deadline import DeadlineSchedule
 from etrain_jupyter.plugins.ec2.ec2_api import (
     Clients,
     Instance,
@@ -36,14 +37,14 @@ from etrain_jupyter.plugins.ec2.ec2_api import (
 )
 from etrain_jupyter.plugins.ec2.fleet_launch import create_fleet
 from etrain_jupyter.plugins.ec2.fleet_state import STATE_FILE, FleetState, LaunchRequest
-from etrain_jupyter.plugins.ec2.head.accounts import Accounts
-from etrain_jupyter.plugins.ec2.head.cluster_files import ClusterFiles
-from etrain_jupyter.plugins.ec2.head.deadline_schedule import DeadlineSchedule
-from etrain_jupyter.plugins.ec2.head.desired_fleet import DesiredFleet, FleetSnapshot, Reports
+from etrain_jupyter.plugins.ec2.head.cluster_files import Accounts, ClusterFiles
 from etrain_jupyter.plugins.ec2.head.fleet import decide
 from etrain_jupyter.plugins.ec2.head.fleet_messages import why_halted
 from etrain_jupyter.plugins.ec2.head.roster import (
+    DesiredFleet,
     FleetRoster,
+    FleetSnapshot,
+    Reports,
     is_left_to_ec2,
     nodes_of,
     snapshot_of,
@@ -53,7 +54,7 @@ from etrain_jupyter.plugins.ec2.head.view import Decision, Rules, View
 from etrain_jupyter.plugins.ec2.launch_context import (
     AFTER_LIFE_S,
     LaunchContext,
-    Timer,
+    make_offers,
     workers_of,
 )
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
@@ -70,13 +71,18 @@ AWS_ERRORS = (*AwsErrors, ResponseParserError, *OUR_ERRORS)
 
 
 @dataclass(kw_only=True)
-class Timers:
-    """Timers of actions that are not due every tick."""
+class Timer:
+    """Interval of a periodic action."""
 
-    lease: Timer
-    tags: Timer
-    ledger: Timer = field(default_factory=lambda: Timer(every_s=STORE_LEDGER_S))
-    scores: Timer = field(default_factory=lambda: Timer(every_s=SCORES_S))
+    every_s: float
+    last: float = float("-inf")
+
+    def restart_if_due(self, now: float) -> bool:
+        """Return whether the action is due; if so, restart the interval."""
+        if now - self.last < self.every_s:
+            return False
+        self.last = now
+        return True
 
 
 class Reconciler:
@@ -105,8 +111,13 @@ class Reconciler:
         self._spares = SparePlan(spares=spec.capacity.spares, max_workers=spec.workers.max)
         self._files = ClusterFiles(clients.bucket, cluster_id)
         self._accounts = Accounts(spec, cluster_id, clients, self._files)
-        installs = bool(spec.image.manifest)
-        self._roster = FleetRoster(self._files, clients, reports, installs=installs)
+        self._roster = FleetRoster(
+            self._files,
+            clients,
+            reports,
+            max_failures=self._rules.max_boot_failures,
+            installs=bool(spec.image.manifest),
+        )
         self._warnings = RateLimitedWarnings(reports.warning)
         self._state = FleetState()
         self._scores: dict[str, int] = {}
@@ -115,13 +126,12 @@ class Reconciler:
         self._detail = ""
         self._is_halt_reported = False
         self._is_failing = False
-        self._timers = Timers(
-            # Three renewals may fail before the lease is stale. `spec` ensures lease_ttl >= 4
-            # ticks.
-            lease=Timer(every_s=spec.lifetime.lease_ttl / 4),
-            # `set_up` and the launches have just set the tag.
-            tags=Timer(every_s=spec.lifetime.max / 4, last=time.time()),
-        )
+        # Three renewals may fail before the lease is stale. `spec` ensures lease_ttl >= 4 ticks.
+        self._lease_timer = Timer(every_s=spec.lifetime.lease_ttl / 4)
+        self._ledger_timer = Timer(every_s=STORE_LEDGER_S)
+        self._scores_timer = Timer(every_s=SCORES_S)
+        # `set_up` and the launches have just set the tag.
+        self._tags_timer = Timer(every_s=spec.lifetime.max / 4, last=time.time())
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etrain-aws", daemon=True)
@@ -143,7 +153,7 @@ class Reconciler:
         if self._path.exists():
             self._state = FleetState.from_dict(json.loads(self._path.read_text()))
         self._state = self._state.with_(life=life)
-        self._accounts.load()
+        self._accounts.ledger = self._files.ledger()
         # Unlike later renewals, this one raises: without the lease, no node would find this head.
         self._renew_lease(time.time())
 
@@ -180,7 +190,11 @@ class Reconciler:
         while not self._closing.is_set():
             try:
                 self._tick()
-                self._report_recovery()
+                if self._is_failing:
+                    self._is_failing = False
+                    self._reports.warning(
+                        "EC2 answers again. Launches and terminations have resumed."
+                    )
             except AWS_ERRORS as exc:
                 self._report_failure(exc)
             except Exception:  # top of the thread: it must keep renewing the lease
@@ -210,16 +224,11 @@ class Reconciler:
         # suppressed.
         self._is_failing |= self._warnings.warn("aws", text)
 
-    def _report_recovery(self) -> None:
-        if self._is_failing:
-            self._is_failing = False
-            self._reports.warning("EC2 answers again. Launches and terminations have resumed.")
-
     def _tick(self) -> None:
         now = time.time()
         # Renew the lease first, because an error below ends the tick. While EC2's API fails but S3
         # works, the lease must stay valid, so that nodes do not turn themselves off.
-        if self._timers.lease.restart_if_due(now):
+        if self._lease_timer.restart_if_due(now):
             self._renew_lease(now)
         # Read it only once: the event loop may replace the value at any time during this tick.
         desired = self.desired
@@ -230,7 +239,6 @@ class Reconciler:
             nodes_of(instances, self._spec, self._context),
             desired,
             self._state.listed(one.id for one in instances),
-            self._rules.max_boot_failures,
             now,
         )
         self._record_costs(instances, now)
@@ -239,8 +247,11 @@ class Reconciler:
         self._publish(now)
         self._roster.report_gone()
         self._detail = self._roster.last_failure or self._detail
-        if len(self._context.subnets) > 1 and desired.wanted:
-            self._refresh_scores(desired.wanted, now)
+        has_zones = len(self._context.subnets) > 1 and desired.wanted
+        if has_zones and self._scores_timer.restart_if_due(now):
+            self._scores = placement_scores(
+                self._clients.ec2, list(self._context.types), desired.wanted, self._spec.region
+            )
         view = self._view(desired, now)
         if self._schedule is not None:
             plan = self._schedule.plan(desired.jobs, view.machines, view.wanted, now)
@@ -252,15 +263,10 @@ class Reconciler:
         self._act(decision, desired, now)
         # Publish again, including the releases and terminations of this tick.
         self._publish(now)
-        if self._timers.ledger.restart_if_due(now):
+        if self._ledger_timer.restart_if_due(now):
             self._accounts.store(now)
-        if self._timers.tags.restart_if_due(now):
+        if self._tags_timer.restart_if_due(now):
             self._postpone_expiry(instances, now)
-
-    def _refresh_scores(self, count: int, now: float) -> None:
-        if self._timers.scores.restart_if_due(now):
-            types = list(self._context.types)
-            self._scores = placement_scores(self._clients.ec2, types, count, self._spec.region)
 
     def _view(self, desired: DesiredFleet, now: float) -> View:
         book = self._accounts.prices.book
@@ -280,7 +286,9 @@ class Reconciler:
             spares=self._spares.num(desired.jobs, machines, rows, wanted, now),
             gradient_bytes=gradient_bytes,
             steps_per_s=steps_per_s,
-            offers=self._context.offers(self._spec, book, self._scores, now),
+            offers=make_offers(
+                self._spec, self._context.types, self._context.subnets, book, self._scores, now
+            ),
             spent_usd=self._accounts.spent_usd(now),
             rate_usd=self._accounts.rate_usd(now),
             type_rates=next((job.type_rates for job in desired.jobs if job.type_rates), {}),
@@ -412,13 +420,13 @@ class Reconciler:
         try:
             self._files.renew_lease(self._scheduler, self._state.life, self._renewals)
             self._renewals += 1
-            self._timers.lease.last = now
+            self._lease_timer.last = now
         except StoreError as exc:
             # The first renewal acquires the lease, see `adopt`.
             if not self._renewals:
                 raise
             # Retry in the next tick instead of after a quarter of the lease's duration.
-            self._timers.lease.last = now - self._timers.lease.every_s + self._spec.tick
+            self._lease_timer.last = now - self._lease_timer.every_s + self._spec.tick
             ttl = self._spec.lifetime.lease_ttl
             self._warnings.warn(
                 "lease",
@@ -430,7 +438,7 @@ class Reconciler:
         # A listing may lack a running machine; the roster has checked each by id. At the end the
         # roster is stale: `settle` runs after `remove`, which waits for listings without machines.
         living = () if self._closing.is_set() else self._roster.members
-        self._accounts.record(instances, now, living=living)
+        self._accounts.record(instances, living, now)
 
     def _publish(self, now: float) -> None:
         self.snapshot = snapshot_of(

@@ -1,23 +1,18 @@
-"""The nodes of a cluster as the reconcile thread sees them: ready, leaving, or gone."""
+"""The nodes of a cluster as the reconcile thread sees them: ready, leaving, or gone.
+
+The thread and the event loop exchange the immutable values defined here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from etrain_jupyter.errors import StoreError
-from etrain_jupyter.head.coordinator.nodes import NodeCost
+from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost
 from etrain_jupyter.plugins.ec2.ec2_api import Clients, Instance, console_tail, list_instances
 from etrain_jupyter.plugins.ec2.fleet_state import FleetState
 from etrain_jupyter.plugins.ec2.head.cluster_files import ClusterFiles, NodeState
-from etrain_jupyter.plugins.ec2.head.desired_fleet import (
-    DesiredFleet,
-    FleetSnapshot,
-    NodeFacts,
-    NodeNotice,
-    Reports,
-    worker_names,
-)
 from etrain_jupyter.plugins.ec2.head.fleet_messages import boot_failure, why_gone
 from etrain_jupyter.plugins.ec2.head.view import Machine
 from etrain_jupyter.plugins.ec2.launch_context import LaunchContext, workers_of
@@ -26,12 +21,41 @@ from etrain_jupyter.plugins.ec2.ledger import (
     TAKEN_BY_EC2,
     Ledger,
     PriceBook,
-    Row,
 )
+from etrain_jupyter.plugins.ec2.node_config import worker_names
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 
 RECLAIM_LATE_S = 120.0
 """Seconds after the announced time at which we terminate a machine that EC2 has not reclaimed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeNotice:
+    """EC2's notice to a node."""
+
+    kind: str
+    """``rebalance`` or ``interruption``."""
+    deadline: float
+    """When EC2 reclaims the machine, in seconds since the epoch; 0.0 if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DesiredFleet:
+    """Sent by the event loop: number of workers wanted, and the scheduler's view of nodes."""
+
+    wanted: int = 0
+    """Number of workers wanted."""
+    connected: frozenset[str] = frozenset()
+    """Nodes with a worker that is connected to the scheduler."""
+    busy: frozenset[str] = frozenset()
+    """Nodes used by a job."""
+    releasing: Mapping[str, float] = field(default_factory=dict)
+    """Nodes to terminate, with their deadlines in seconds since the epoch."""
+    killing: frozenset[str] = frozenset()
+    """Nodes to terminate immediately."""
+    noticed: Mapping[str, NodeNotice] = field(default_factory=dict)
+    jobs: tuple[JobProgress, ...] = ()
+    """Active jobs, in order of submission."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +66,35 @@ class FleetNode:
     workers: tuple[str, ...]
     """Names of its workers."""
     device: str
+    usd_per_h: float = 0.0
+    is_leaving: bool = False
+
+    @property
+    def id(self) -> str:
+        """Id of the machine."""
+        return self.instance.id
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSnapshot:
+    """Sent by the thread: the nodes and their costs."""
+
+    nodes: tuple[FleetNode, ...] = ()
+    costs: tuple[NodeCost, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reports:
+    """Callbacks for the thread; each one forwards its arguments to the event loop."""
+
+    gone: Callable[[str, str], None]
+    """Called with a worker whose machine is gone, and the reason."""
+    warning: Callable[[str], None]
+    note: Callable[[str], None]
+    """Called with progress, such as a phase of a node's boot."""
+    halt: Callable[[str], None]
+    leaving: Callable[[str, float], None]
+    """Called with a worker, and when its machine will end, in seconds since the epoch."""
 
 
 class FleetRoster:
@@ -53,8 +106,11 @@ class FleetRoster:
         clients: Clients,
         reports: Reports,
         *,
+        max_failures: int = 3,
         installs: bool = False,
     ) -> None:
+        self._max_failures = max_failures
+        """Number of consecutive boot failures after which launches stop."""
         self._installs = installs
         """True if nodes install an environment, and report the phases of their boot."""
         self._files = files
@@ -81,7 +137,6 @@ class FleetRoster:
         members: Sequence[FleetNode],
         desired: DesiredFleet,
         state: FleetState,
-        max_failures: int,
         now: float,
     ) -> FleetState:
         """Process EC2's listing: find nodes that are ready or gone, or failed to boot."""
@@ -110,10 +165,10 @@ class FleetRoster:
             if id not in new:
                 member = listed.get(id) or self.members[id]
                 reason = member.instance.reason if id in listed else ""
-                state = self._drop(member, reason, state, max_failures, now)
+                state = self._drop(member, reason, state, now)
         self.members = new
         for id in new:
-            state = self._check_ready(id, desired, state, max_failures, now)
+            state = self._check_ready(id, desired, state, now)
         return state
 
     def machines(self, desired: DesiredFleet) -> tuple[Machine, ...]:
@@ -141,7 +196,7 @@ class FleetRoster:
         self._gone.clear()
 
     def _check_ready(
-        self, id: str, desired: DesiredFleet, state: FleetState, max_failures: int, now: float
+        self, id: str, desired: DesiredFleet, state: FleetState, now: float
     ) -> FleetState:
         """Check whether a node's workers have connected, or whether it refuses to serve."""
         # A node that was ready once has booted: a worker that later loses its connection is not a
@@ -160,7 +215,7 @@ class FleetRoster:
         if report and report.state == "refused":
             # The machine turns itself off. `_due` also terminates it, in case it does not.
             self.ending[id] = report.error or "it refused to serve"
-            return self._count_failure(id, self.ending[id], report.error, state, max_failures, now)
+            return self._count_failure(id, self.ending[id], report.error, state, now)
         return state
 
     def _note_phases(self, id: str, report: NodeState | None, *, is_last: bool, now: float) -> None:
@@ -183,9 +238,7 @@ class FleetRoster:
                 f"connected {max(0.0, now - one.launched_at):.1f} s after its launch"
             )
 
-    def _drop(
-        self, member: FleetNode, reason: str, state: FleetState, max_failures: int, now: float
-    ) -> FleetState:
+    def _drop(self, member: FleetNode, reason: str, state: FleetState, now: float) -> FleetState:
         id = member.instance.id
         requested = self.ending.pop(id, "")
         self._num_noted.pop(id, None)
@@ -199,18 +252,17 @@ class FleetRoster:
         report = self._report_of(id)
         if report and report.state == "ready":
             return state.boot_succeeded()
-        return self._count_failure(
-            id, why, report.error if report else "", state, max_failures, now
-        )
+        error = report.error if report else ""
+        return self._count_failure(id, why, error, state, now)
 
     def _count_failure(
-        self, id: str, why: str, error: str, state: FleetState, max_failures: int, now: float
+        self, id: str, why: str, error: str, state: FleetState, now: float
     ) -> FleetState:
         # A node that refused or is overdue is counted immediately, not again when it is gone.
         if id in state.blamed:
             return state
         self.report_failure(id, why, error)
-        return state.failed_to_boot(id, max_failures, now)
+        return state.failed_to_boot(id, self._max_failures, now)
 
     def report_failure(self, id: str, why: str, error: str = "") -> None:
         """Report a node whose workers never connected, with its console output."""
@@ -266,22 +318,12 @@ def snapshot_of(
 ) -> FleetSnapshot:
     """Return what the event loop shows: running nodes, and the costs of all nodes so far."""
     charges = ledger.charges(book, now)
-    nodes = tuple(
-        NodeFacts(
-            id=id,
-            type=member.instance.type,
-            zone=member.instance.zone,
-            lifecycle=member.instance.lifecycle,
-            workers=member.workers,
-            device=member.device,
-            usd_per_h=book.rate(
-                member.instance.type, member.instance.zone, member.instance.lifecycle, now
-            )
-            or 0.0,
-            is_leaving=id in roster.leaving or id in roster.ending,
-        )
-        for id, member in roster.members.items()
-    )
+    nodes = []
+    for id, member in roster.members.items():
+        one = member.instance
+        usd = book.rate(one.type, one.zone, one.lifecycle, now) or 0.0
+        is_leaving = id in roster.leaving or id in roster.ending
+        nodes.append(replace(member, usd_per_h=usd, is_leaving=is_leaving))
     costs = tuple(
         NodeCost(
             node_id=row.id,
@@ -295,40 +337,7 @@ def snapshot_of(
         )
         for row in ledger.rows.values()
     )
-    return FleetSnapshot(nodes=nodes, costs=costs)
-
-
-def rows_of(
-    instances: Sequence[Instance],
-    ledger: Ledger,
-    now: float,
-    *,
-    volume_gib: int,
-    living: Iterable[str] = (),
-) -> list[Row]:
-    """Return ledger rows for the machines that EC2 lists, and for those that it no longer lists.
-
-    ``living`` contains the ids of machines that run but are missing from the listing.
-    """
-    listed = {one.id for one in instances} | set(living)
-    rows = [
-        Row(
-            id=one.id,
-            type=one.type,
-            zone=one.zone,
-            lifecycle=one.lifecycle,
-            launched_at=one.launched_at,
-            # EC2 gives the time only inside StateTransitionReason, and not for every reason.
-            ended_at=None if one.is_living else one.ended_at or now,
-            reason="" if one.is_living else one.reason,
-            volume_gib=float(volume_gib),
-            role=one.tags.get("etrain:role", "node"),
-        )
-        for one in instances
-    ]
-    # EC2 stops listing machines an hour after they end.
-    gone = [row for row in ledger.rows.values() if row.ended_at is None and row.id not in listed]
-    return [*rows, *(replace(row, ended_at=now) for row in gone)]
+    return FleetSnapshot(nodes=tuple(nodes), costs=costs)
 
 
 def is_left_to_ec2(one: Instance, notice: NodeNotice | None, now: float) -> bool:

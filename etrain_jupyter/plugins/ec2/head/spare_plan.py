@@ -1,16 +1,52 @@
-"""Apply ``capacity.spares``: how many workers are kept in addition to those that jobs use."""
+"""Apply ``capacity.spares``: how many warm workers are kept in addition to those that jobs use."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from etrain_jupyter.head.coordinator.nodes import JobProgress
-from etrain_jupyter.plugins.ec2.head.boot_times import BootTimes
 from etrain_jupyter.plugins.ec2.head.view import Machine
 from etrain_jupyter.plugins.ec2.ledger import TAKEN_BY_EC2, Row
-from etrain_jupyter.plugins.ec2.spares import loss_rate_per_h, mean_missing, spare_workers
+
+USUAL_BOOT_S = 300.0
+"""Boot time until one has been measured, in seconds."""
+NUM_BOOTS = 20
+WARNING_S = 110.0
+"""Time from EC2's notice until a worker stops training, in which its replacement boots."""
+PRIOR_LOSSES_PER_H = 0.05
+PRIOR_HOURS = 20.0
+"""Interruptions per machine hour to expect before any was observed, and the weight of this value in
+hours of observation."""
+
+
+@dataclass(kw_only=True)
+class BootTimes:
+    """The last times from launch until the workers are connected. Used by one thread."""
+
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_BOOTS))
+    _booting: set[str] = field(default_factory=set)
+
+    def observe(self, machines: Sequence[Machine], now: float) -> None:
+        """Record the machines that have become ready since the last call."""
+        for machine in machines:
+            # A head that takes over does not know when the machines that it finds became ready.
+            if machine.is_ready and machine.id in self._booting:
+                self._seconds.append(now - machine.launched_at)
+        self._booting = {m.id for m in machines if not m.is_ready}
+
+    @property
+    def longest_s(self) -> float:
+        """The longest of the last boot times, in seconds."""
+        return max(self._seconds, default=USUAL_BOOT_S)
+
+    @property
+    def mean_s(self) -> float:
+        """The mean of the last boot times, in seconds."""
+        return sum(self._seconds) / len(self._seconds) if self._seconds else USUAL_BOOT_S
 
 
 @dataclass(kw_only=True)
@@ -31,14 +67,9 @@ class SparePlan:
         wanted: int,
         now: float,
     ) -> int:
-        """Return the number of spare workers.
+        """Return the number of spare workers, in addition to those ``wanted`` by active jobs.
 
-        Args:
-            jobs: Active jobs.
-            machines: Running machines.
-            rows: The ledger, with the machines of the cluster's whole life.
-            wanted: Number of workers wanted by jobs.
-            now: Time in seconds since the epoch.
+        ``rows`` is the ledger, with the machines of the cluster's whole life.
         """
         self._boots.observe(machines, now)
         most = max(0, self.max_workers - wanted)
@@ -59,3 +90,50 @@ class SparePlan:
             )
             total += spare_workers(missing=missing, stake=job.max_workers, most=most - total)
         return total
+
+
+def loss_rate_per_h(num_losses: int, machine_hours: float) -> float:
+    """Return interruptions per machine hour, from those observed and a prior.
+
+    >>> round(loss_rate_per_h(9, 80.0), 3)
+    0.1
+    """
+    return (num_losses + PRIOR_LOSSES_PER_H * PRIOR_HOURS) / (machine_hours + PRIOR_HOURS)
+
+
+def mean_missing(*, workers: int, losses_per_h: float, boot_s: float) -> float:
+    """Return how many workers are missing on average because their replacements still boot."""
+    return workers * losses_per_h / 3600 * max(0.0, boot_s - WARNING_S)
+
+
+def spare_workers(*, missing: float, stake: float, most: int) -> int:
+    """Return the number of spare workers that pay.
+
+    A spare costs as much as a worker all the time. It is in use while workers are missing, and then
+    avoids the loss of ``stake`` workers. The number of missing workers has a Poisson distribution.
+
+    An elastic job loses only the missing worker, which costs nothing while it is missing: no spare
+    pays. A job that needs all of its workers waits for one, and pays for the others.
+
+    Args:
+        missing: Mean number of missing workers, see ``mean_missing``.
+        stake: Workers that are paid for and idle while one is missing, including that one.
+        most: Maximum number of spare workers.
+
+    Returns:
+        The largest number k for which the k-th spare avoids a larger loss than it costs:
+        ``stake`` times the probability that at least k workers are missing is above 1.
+
+    >>> [spare_workers(missing=0.1, stake=stake, most=4) for stake in (1.0, 64.0)]
+    [0, 1]
+    """
+    if missing <= 0:
+        return 0
+    # Probability of exactly k missing workers, and of k or more.
+    exactly, at_least = math.exp(-missing), 1.0
+    for number in range(1, most + 1):
+        at_least -= exactly
+        if stake * at_least <= 1.0:
+            return number - 1
+        exactly *= missing / number
+    return most

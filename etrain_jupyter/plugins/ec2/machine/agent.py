@@ -12,25 +12,13 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from etrain_jupyter.plugins.ec2.machine.base_agent import MachineAgent
 from etrain_jupyter.plugins.ec2.machine.node_agent import NodeAgent
 from etrain_jupyter.plugins.ec2.machine.redaction import redact_logs
 from etrain_jupyter.process.entry import log_to_stderr
-
-
-def make_head(url: str, folder: Path, *, keys: str, owner: str = "") -> MachineAgent:
-    # Imported here because it loads the scheduler, which a node does not need.
-    """Return the agent of a head."""
-    from etrain_jupyter.plugins.ec2.machine.head_agent import HeadAgent
-
-    return HeadAgent(url, folder, keys=keys, owner=owner)
-
-
-AGENTS: dict[str, Callable[..., MachineAgent]] = {"node": NodeAgent, "head": make_head}
-"""The agent of each role, by ``ETRAIN_ROLE``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,12 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # The user-data of an older or newer launcher may name a role that this version lacks. Such a
     # machine must still turn itself off, so it gets a node's agent, which is never run.
     role = os.environ.get("ETRAIN_ROLE", "node")
-    make = AGENTS.get(role, NodeAgent)
-    agent = make(options.url, Path(folder), keys=options.keys, owner=options.owner)
+    agent_class: type[MachineAgent] = NodeAgent
+    if role == "head":
+        # Imported here because it loads the scheduler, which a node does not need.
+        from etrain_jupyter.plugins.ec2.machine.head_agent import HeadAgent
+
+        agent_class = HeadAgent
+    agent = agent_class(options.url, Path(folder), keys=options.keys, owner=options.owner)
     # The system sends SIGTERM when it shuts down for another reason. The workers then get STOP_S to
     # exit.
     signal.signal(signal.SIGTERM, agent.request_stop)
-    why = agent.run() if role in AGENTS else f"ETRAIN_ROLE={role} is unknown to this version"
+    is_known = role in ("node", "head")
+    why = agent.run() if is_known else f"ETRAIN_ROLE={role} is unknown to this version"
     is_off = agent.turn_off(why)
     logging.shutdown()
     sys.stdout.flush()

@@ -15,26 +15,27 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import queue
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from etrain_jupyter.config.store_url import S3
+from etrain_jupyter.config.store_url import S3, split_s3_url
 from etrain_jupyter.errors import StoreError
 from etrain_jupyter.plugins.ec2.machine.children import Children
-from etrain_jupyter.plugins.ec2.machine.imds import Identity, Imds
+from etrain_jupyter.plugins.ec2.machine.imds import Identity, Imds, NoticeWatch, is_made_by_ec2
 from etrain_jupyter.plugins.ec2.machine.lease import LeaseWatch
-from etrain_jupyter.plugins.ec2.machine.node_bucket import open_node_bucket
 from etrain_jupyter.plugins.ec2.machine.node_reports import NodeReports
-from etrain_jupyter.plugins.ec2.machine.notices import NoticeWatch
-from etrain_jupyter.plugins.ec2.machine.power import power_off
 from etrain_jupyter.plugins.ec2.node_config import NodeConfig
 from etrain_jupyter.storage.objects.bucket_owners import VARIABLE as OWNERS
 from etrain_jupyter.storage.objects.bucket_owners import with_owner
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
+from etrain_jupyter.storage.objects.s3_requests import S3Limits, client_of_environment
 from etrain_jupyter.wire.messages import INTERRUPTION
 from etrain_jupyter.wire.versions import compare, read_fingerprint
 from etrain_jupyter.worker.preemption_watch import Notice
@@ -49,6 +50,22 @@ BOOT_RETRY_S = 2.0
 POLL_S = 0.25
 STOP_S = 10.0
 """Time for the workers to exit after SIGTERM, in seconds."""
+LIMITS = S3Limits(
+    connect_timeout_s=3.0,
+    read_timeout_s=5.0,
+    num_requests=3,
+    num_attempts=2,
+    patience_s=5.0,
+    deadline_s=20.0,
+)
+"""Every call returns within half a minute, whatever the network does: a machine that cannot reach
+S3 must be able to turn itself off."""
+logger = logging.getLogger("etrain.agent")
+COMMAND_S = 10.0
+"""Timeout of a command that turns the machine off, in seconds."""
+RETRY_S = 5.0
+LAST_RESORTS = (["systemctl", "poweroff", "--force"], ["poweroff", "-f"])
+"""Commands to try on an EC2 machine if ``shutdown`` fails."""
 
 
 class AgentError(Exception):
@@ -143,7 +160,9 @@ class MachineAgent:
         facts = (me.instance_id, me.type, me.zone, me.lifecycle)
         logger.info("this is %s, %s in %s, %s", *facts)
         self._bucket = open_node_bucket(self._url, region=me.region, owner=self._owner)
-        self._config = self._wait_for("config.json", self._read_config)
+        self._config = self._wait_for(
+            "config.json", lambda: NodeConfig.from_json(self._read("config.json"))
+        )
         # The lifetime starts at the launch, not at this boot. The age at boot comes from AWS's
         # clock, and the time since then from the monotonic clock, so a wrong system clock does not
         # change the lifetime.
@@ -175,9 +194,6 @@ class MachineAgent:
             self._take_messages(BOOT_RETRY_S)
             if self._is_stop_requested:
                 raise StopRequestedError("the agent received a request to stop")
-
-    def _read_config(self) -> NodeConfig:
-        return NodeConfig.from_json(self._read("config.json"))
 
     def _read_json(self, name: str) -> dict[str, Any]:
         value: dict[str, Any] = json.loads(self._read(name))
@@ -254,3 +270,53 @@ class MachineAgent:
         if time.monotonic() >= self._ends_at:
             return f"its lifetime of {self._config.lifetime_s:g} s is over"
         return ""
+
+
+def open_node_bucket(url: str, *, region: str, owner: str = "") -> Bucket:
+    """Return the objects below an ``s3://`` URL; no request is sent yet."""
+    name, prefix = split_s3_url(url)
+    # The credentials of the machine's role, which boto3 reads from the metadata service and renews.
+    make_client = partial(client_of_environment, region=region)
+    return Bucket(
+        name, prefix, LIMITS, setting="bucket", make_client=make_client, owner=lambda: owner
+    )
+
+
+def arm_timer(left_s: float) -> None:
+    """Schedule a system shutdown, replacing any previous one."""
+    # `shutdown` accepts whole minutes only. Round up: the agent itself ends the lifetime to the
+    # second, and this timer is for an agent that hangs.
+    minutes = max(1, math.ceil(left_s / 60))
+    # If none is scheduled, this at worst logs a warning.
+    _run(["shutdown", "-c"])
+    _run(["shutdown", "-h", f"+{minutes}"])
+    logger.info("this machine turns off in %d min at the latest", minutes)
+
+
+def power_off(num_tries: int = 12) -> bool:
+    """Turn the machine off; return whether a command succeeded."""
+    # A failure may be temporary, and a machine that stays on is charged without limit.
+    for number in range(num_tries):
+        if number:
+            time.sleep(RETRY_S)
+        # The launch template has InstanceInitiatedShutdownBehavior "terminate", so a halt from
+        # inside terminates the machine, and needs neither credentials nor a network.
+        # Never force a laptop off.
+        commands = [["shutdown", "-h", "now"], *(LAST_RESORTS if is_made_by_ec2() else ())]
+        if any(_run(command) for command in commands):
+            return True
+    return False
+
+
+def _run(command: list[str]) -> bool:
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, timeout=COMMAND_S, check=False, capture_output=True
+        )
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        logger.error("%s: %s", " ".join(command), exc)
+        return False
+    if done.returncode:
+        output = done.stderr.decode(errors="replace").strip()
+        logger.warning("%s: exit code %d %s", " ".join(command), done.returncode, output)
+    return done.returncode == 0

@@ -21,15 +21,6 @@ GPU_QUERY_S = 60.0
 """Timeout in seconds: a driver that has just been loaded is slow to respond."""
 
 
-def names_of(instance_id: str, count: int) -> list[str]:
-    """Return the workers' names, which the head derives in the same way (``worker_names``).
-
-    >>> names_of("i-1", 1), names_of("i-1", 2)
-    (['i-1'], ['i-1:0', 'i-1:1'])
-    """
-    return [instance_id] if count == 1 else [f"{instance_id}:{k}" for k in range(count)]
-
-
 def slots_of_machine(workers_per_node: int) -> list[Slot]:
     """Return the slots for this machine's workers: one per GPU, or one if there are no GPUs."""
     gpus = finish_gpu_query(start_gpu_query(), timeout_s=GPU_QUERY_S)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.plugins.ec2.bootstrap import HEAD_TLS, NODE_TLS, SETTINGS
-from etrain_jupyter.plugins.ec2.machine.base_agent import AgentError, MachineAgent
-from etrain_jupyter.plugins.ec2.machine.power import arm_timer
+from etrain_jupyter.plugins.ec2.machine.base_agent import AgentError, MachineAgent, arm_timer
 from etrain_jupyter.pools.detached import start_cluster
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings

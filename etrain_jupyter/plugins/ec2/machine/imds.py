@@ -1,4 +1,4 @@
-"""Client for the EC2 instance metadata service, version 2.
+"""Client for the EC2 instance metadata service, version 2, and a watch for its notices.
 
 Requests use the link-local network, never a proxy, and carry a session token, which is renewed
 before it expires. A missing path, such as the path of a notice that has not been issued, is not an
@@ -10,14 +10,19 @@ from __future__ import annotations
 import datetime
 import email.utils
 import json
+import logging
 import os
 import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from etrain_jupyter.wire.messages import INTERRUPTION, REBALANCE
+from etrain_jupyter.worker.preemption_watch import Notice, seconds_from_environment
 
 DEFAULT_ENDPOINT = "http://169.254.169.254"
 TOKEN_S = 21_600
@@ -28,6 +33,14 @@ MOST_BYTES = 65_536
 """Maximum size of a response, so that an unexpected server at the endpoint cannot exhaust
 memory."""
 VENDOR_FILE = Path("/sys/class/dmi/id/sys_vendor")
+
+
+logger = logging.getLogger("etrain.notices")
+POLL_S = 2.0
+"""Polling interval in seconds. AWS recommends 5 s or less; notices arrive 120 s ahead, so every
+second counts."""
+INTERRUPTION_PATH = "meta-data/spot/instance-action"
+REBALANCE_PATH = "meta-data/events/recommendations/rebalance"
 
 
 class ImdsError(OSError):
@@ -60,12 +73,7 @@ class Identity:
 
 
 class Imds:
-    """Client for the service. Thread-safe.
-
-    Args:
-        endpoint: URL of the service; by default, the same as boto3's.
-        timeout_s: Request timeout in seconds.
-    """
+    """Client for the service, by default at boto3's endpoint. Thread-safe."""
 
     def __init__(self, endpoint: str | None = None, *, timeout_s: float = 2.0) -> None:
         endpoint = endpoint or os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT")
@@ -162,6 +170,11 @@ def is_ec2() -> bool:
     if (wished := os.environ.get("ETRAIN_NOTICES")) is not None:
         return wished == "imds"
     # Outside EC2, a request to the link-local address may hang until it times out.
+    return is_made_by_ec2()
+
+
+def is_made_by_ec2() -> bool:
+    """Return whether this is certainly an EC2 machine."""
     try:
         return VENDOR_FILE.read_text().strip() == "Amazon EC2"
     except OSError:
@@ -186,3 +199,86 @@ def _instant_of(header: str | None) -> float:
         return email.utils.parsedate_to_datetime(header or "").timestamp()
     except ValueError:  # missing or invalid date
         return time.time()
+
+
+class NoticeWatch:
+    """Watch for notices and report each one once, on the watch's thread.
+
+    Never raises, whatever the service returns.
+    """
+
+    def __init__(
+        self, imds: Imds, on_notice: Callable[[Notice], None], *, poll_s: float = POLL_S
+    ) -> None:
+        self._imds = imds
+        self._on_notice = on_notice
+        self._poll_s = poll_s
+        self._told: dict[str, str] = {}  # by kind: the last reported response
+        self._failing: dict[str, str] = {}  # by kind: the last request's error, or empty
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="etrain-notices", daemon=True)
+
+    def start(self) -> None:
+        """Start polling."""
+        self._thread.start()
+
+    def poll_now(self) -> None:
+        """Check for an interruption now, on the caller's thread, and report it."""
+        self._look(INTERRUPTION, INTERRUPTION_PATH)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop polling; give up waiting for a hanging request after ``timeout_s``."""
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            # Check each path separately, so that an error in one does not hide the other.
+            self._look(INTERRUPTION, INTERRUPTION_PATH)
+            self._look(REBALANCE, REBALANCE_PATH)
+            self._end.wait(self._poll_s)
+
+    def _look(self, kind: str, path: str) -> None:
+        try:
+            answer = self._imds.ask(path)
+            # A notice stays in the metadata; a new deadline changes its text, so it is reported
+            # again.
+            if answer is None or self._told.get(kind) == answer.text:
+                self._note(kind, "")
+                return
+            notice = _read(kind, answer)
+            self._note(kind, "")
+            self._told[kind] = answer.text  # before the callback: not repeated if that raises
+            logger.warning("notice for this machine: %s %s", kind, answer.text)
+            self._on_notice(notice)
+        except (ImdsError, ValueError, KeyError, TypeError) as exc:
+            self._note(kind, f"{type(exc).__name__}: {exc}")
+        except Exception:  # for example, from the callback: keep watching
+            logger.exception("a notice could not be reported")
+
+    def _note(self, kind: str, trouble: str) -> None:
+        """Log when the service begins or stops returning errors."""
+        before, self._failing[kind] = self._failing.get(kind, ""), trouble
+        if trouble and not before:
+            logger.warning("notices of the kind %s cannot be read; retrying: %s", kind, trouble)
+        elif before and not trouble:
+            logger.info("notices of the kind %s can be read again", kind)
+
+
+def _read(kind: str, answer: ImdsResponse) -> Notice:
+    told = json.loads(answer.text)
+    if kind == REBALANCE:
+        return Notice(kind=kind)
+    # This machine's clock may be wrong, so compute the remaining time from AWS's clock alone.
+    return Notice(kind=kind, deadline=time.time() + instant_of_iso(told["time"]) - answer.at)
+
+
+def watch_if_on_ec2(on_notice: Callable[[Notice], None]) -> NoticeWatch | None:
+    """Start to watch for notices about this machine; return None if it is not on EC2."""
+    if not is_ec2():
+        return None
+    poll_s = seconds_from_environment("ETRAIN_NOTICE_POLL_S", POLL_S)
+    watch = NoticeWatch(Imds(), on_notice, poll_s=poll_s)
+    watch.start()
+    return watch

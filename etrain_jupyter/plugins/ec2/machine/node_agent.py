@@ -13,12 +13,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from etrain_jupyter.plugins.ec2.machine.base_agent import BOOT_S, POLL_S, MachineAgent, logger
-from etrain_jupyter.plugins.ec2.machine.children import names_of, prepare_folder, slots_of_machine
+from etrain_jupyter.plugins.ec2.machine.base_agent import (
+    BOOT_S,
+    POLL_S,
+    MachineAgent,
+    arm_timer,
+    logger,
+)
+from etrain_jupyter.plugins.ec2.machine.children import prepare_folder, slots_of_machine
+from etrain_jupyter.plugins.ec2.machine.imds import NoticeWatch
 from etrain_jupyter.plugins.ec2.machine.lease import LEASE, LeaseWatch
 from etrain_jupyter.plugins.ec2.machine.node_worker import SCHEDULER_FILE, SERVING_FILE, TLS
-from etrain_jupyter.plugins.ec2.machine.notices import NoticeWatch
-from etrain_jupyter.plugins.ec2.machine.power import arm_timer
+from etrain_jupyter.plugins.ec2.node_config import worker_names
 from etrain_jupyter.process.files import write_private
 from etrain_jupyter.process.processes import MARKER
 from etrain_jupyter.process.tls import write_certificates
@@ -54,21 +60,14 @@ class NodeAgent(MachineAgent):
         self._notices.start()
         # Watch for notices from here on: EC2 may reclaim a machine that is still booting.
         prepare_folder(self._folder)
-        write_certificates(self._folder / TLS, self._wait_for("the certificates", self._read_tls))
+        keys = self._wait_for(
+            "the certificates",
+            lambda: {name: self._read(f"{self._keys}/{name}").decode() for name in TLS_FILES},
+        )
+        write_certificates(self._folder / TLS, keys)
         # Workers need the scheduler's address when they start. If there is no lease, the head is
         # already gone, and the boot timeout turns the machine off.
-        self._wait_for("the lease", self._read_lease)
-        self._watch_lease()
-        self._start_workers()
-
-    def _read_tls(self) -> dict[str, str]:
-        return {name: self._read(f"{self._keys}/{name}").decode() for name in TLS_FILES}
-
-    def _read_lease(self) -> None:
-        lease = self._read_json(LEASE)
-        self._note_scheduler({key: lease[key] for key in ("scheduler", "num_lives")})
-
-    def _watch_lease(self) -> None:
+        self._note_scheduler(self._wait_for("the lease", self._read_lease))
         self._lease = LeaseWatch(
             self._bucket,
             ttl_s=self._config.lease_ttl_s,
@@ -78,6 +77,11 @@ class NodeAgent(MachineAgent):
         )
         self._watches.append(self._lease)
         self._lease.start()
+        self._start_workers()
+
+    def _read_lease(self) -> dict[str, Any]:
+        lease = self._read_json(LEASE)
+        return {key: lease[key] for key in ("scheduler", "num_lives")}
 
     def _note_scheduler(self, scheduler: dict[str, Any]) -> None:
         # Called on the main thread before the watch starts, and on the watch's thread afterwards.
@@ -97,7 +101,7 @@ class NodeAgent(MachineAgent):
         # a different number of GPUs, the missing workers never connect, but one connected worker is
         # enough for the node to count as ready.
         slots = slots_of_machine(config.workers_per_node)
-        for name, slot in zip(names_of(me.instance_id, len(slots)), slots, strict=True):
+        for name, slot in zip(worker_names(me.instance_id, len(slots)), slots, strict=True):
             options = {
                 "name": name,
                 "device": slot.device,

@@ -7,13 +7,11 @@ address, which the cluster's lease contains, to the node's folder.
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from etrain_jupyter.plugins.ec2.machine.redaction import redact_logs
 from etrain_jupyter.process.entry import log_to_stderr
-from etrain_jupyter.worker.lifecycle import make_parser, run_worker
+from etrain_jupyter.worker.lifecycle import RecordFinder, make_parser, run_worker
 
 TLS = "tls"
 SCRATCH = "scratch"
@@ -21,33 +19,6 @@ SCHEDULER_FILE = "scheduler.json"
 """File in the node's folder with the scheduler in the lease."""
 SERVING_FILE = "serving"
 """Prefix of files in the node's folder: one for each worker that has connected."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeaseRecord:
-    """The scheduler in the lease."""
-
-    address: str
-    num_lives: int
-    is_serving: bool = True
-    """This machine cannot see the scheduler's process: assume True, and try to connect."""
-
-
-class FileFinder:
-    """Finds the scheduler in a file written by the agent, which reads S3 for all workers."""
-
-    is_remote = True
-
-    def __init__(self, folder: Path, *, away_s: float) -> None:
-        self._path = folder / SCHEDULER_FILE
-        # This is longer than the lease is valid, so the agent turns the machine off before the
-        # worker gives up, and the lost lease is reported as the reason.
-        self.away_s = away_s
-
-    def look(self) -> LeaseRecord:
-        """Return the scheduler in the newest lease."""
-        known = json.loads(self._path.read_text())
-        return LeaseRecord(address=known["scheduler"], num_lives=known["num_lives"])
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -63,9 +34,13 @@ def main() -> None:
     """Run the worker until it exits."""
     arguments = parse_arguments()
     folder: Path = arguments.folder
-    finder = FileFinder(folder, away_s=arguments.away_s)
+    # `away_s` is longer than the lease is valid, so the agent turns the machine off before the
+    # worker gives up, and the lost lease is reported as the reason.
+    finder = RecordFinder(folder / SCHEDULER_FILE, away_s=arguments.away_s)
     # The agent wrote the file before it started this process.
     first = finder.look()
+    if first is None:
+        raise SystemExit(f"{folder / SCHEDULER_FILE} cannot be read")
     log_to_stderr()
     # Call this after `log_to_stderr`, which creates the handlers. Their output goes to the
     # machine's console.

@@ -8,9 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from etrain_jupyter.errors import ConfigError, PoolError
-from etrain_jupyter.plugins.ec2.price_table import ON_DEMAND_USD, TABLE_DATE, TABLE_REGION
 from etrain_jupyter.plugins.ec2.spec import KIND, AwsSpotSpec
-from etrain_jupyter.plugins.ec2.type_table import MACHINE_TYPES
+from etrain_jupyter.plugins.ec2.type_table import (
+    MACHINE_TYPES,
+    ON_DEMAND_USD,
+    TABLE_DATE,
+    TABLE_REGION,
+)
 from etrain_jupyter.plugins.planner.planning.measured import MeasuredJob
 from etrain_jupyter.pools.catalog import read_catalog
 

@@ -16,8 +16,7 @@ from etrain_jupyter.plugins.ec2.fleet_state import (
 from etrain_jupyter.plugins.ec2.head.fleet import decide
 from etrain_jupyter.plugins.ec2.head.view import Machine, Rules, View
 from etrain_jupyter.plugins.ec2.ledger import FIRST_HOUR_S, PriceBook
-from etrain_jupyter.plugins.ec2.placement import Offer
-from etrain_jupyter.plugins.ec2.placement_scores import WAIT_S
+from etrain_jupyter.plugins.ec2.placement import WAIT_S, Offer
 from etrain_jupyter.plugins.planner.simulation.market import TYPE, VirtualMarket, VirtualNode
 from etrain_jupyter.rules.membership.state_machine import last_step_lead_s
 

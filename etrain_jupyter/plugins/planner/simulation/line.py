@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from etrain_jupyter.errors import ConfigError, PoolError
 from etrain_jupyter.plugins.ec2.head.view import Rules
-from etrain_jupyter.plugins.ec2.price_table import ON_DEMAND_USD, TABLE_DATE, TABLE_REGION
 from etrain_jupyter.plugins.ec2.spec import KIND, AwsSpotSpec
+from etrain_jupyter.plugins.ec2.type_table import ON_DEMAND_USD, TABLE_DATE, TABLE_REGION
 from etrain_jupyter.plugins.planner.simulation.job import SimulatedJob, usual_deadline_s
 from etrain_jupyter.plugins.planner.simulation.policies import (
     POLICIES,

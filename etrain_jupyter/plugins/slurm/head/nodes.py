@@ -26,9 +26,8 @@ from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.head.node_source import HeadFacts
 from etrain_jupyter.plugins.slurm import commands
 from etrain_jupyter.plugins.slurm.commands import QueuedJob, SlurmError
-from etrain_jupyter.plugins.slurm.head.accounts import LIFECYCLE, Accounts
 from etrain_jupyter.plugins.slurm.head.plan import Limits, Plan, Slot, decide
-from etrain_jupyter.plugins.slurm.head.script import job_class, job_script
+from etrain_jupyter.plugins.slurm.head.script import LIFECYCLE, Accounts, job_class, job_script
 from etrain_jupyter.plugins.slurm.site import Site
 from etrain_jupyter.plugins.slurm.spec import SlurmSpec
 from etrain_jupyter.pools.warning_limit import RateLimitedWarnings
@@ -51,11 +50,7 @@ CANCELLED = "CANCELLED AT"
 
 
 class SlurmNodes:
-    """Submit, watch and cancel a cluster's SLURM jobs.
-
-    Args:
-        facts: Callbacks and settings of the head.
-    """
+    """Submit, watch and cancel a cluster's SLURM jobs."""
 
     replaces_early = True
     # The replacement of a worker near its time limit starts before its notice.

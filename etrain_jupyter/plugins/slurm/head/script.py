@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.errors import PoolError
+from etrain_jupyter.head.coordinator.nodes import NodeCost
+from etrain_jupyter.plugins.slurm.commands import QueuedJob
 from etrain_jupyter.plugins.slurm.spec import SlurmSpec
+from etrain_jupyter.process.files import write_private
 
 WORKER = "etrain_jupyter.plugins.slurm.machine.job_worker"
 MISSING = (
     "dask-jobqueue is not installed ({why}). Nothing was started. "
     "%pip install 'etrain-jupyter[slurm]' and restart the kernel."
 )
+
+
+LIFECYCLE = "slurm"
 
 
 @contextlib.contextmanager
@@ -52,15 +59,7 @@ def job_script(
 ) -> str:
     """Return the script that sbatch runs for a worker.
 
-    It contains no secrets: the worker reads its certificates from ``site``.
-
-    Args:
-        spec: The pool.
-        worker: The worker's name.
-        job_name: Name of the SLURM job.
-        scheduler: Address of the scheduler.
-        supervisor: Factory of the supervisor, as ``package.module:attribute``.
-        site: The cluster's folder on the shared disk.
+    It contains no secrets: the worker reads its certificates from ``site``, the cluster's folder.
 
     Raises:
         PoolError: If dask-jobqueue refuses the settings.
@@ -120,3 +119,51 @@ def format_walltime(seconds: float) -> str:
     hours, rest = divmod(rest, 3600)
     clock = f"{hours:02}:{rest // 60:02}:{rest % 60:02}"
     return f"{days}-{clock}" if days else clock
+
+
+class Accounts:
+    """Costs of a cluster's jobs since its start, in a file that outlives the scheduler.
+
+    Args:
+        path: The file.
+        usd_per_h: Price of a job per hour; None if unknown, so that nothing is recorded.
+    """
+
+    def __init__(self, path: Path, usd_per_h: float | None) -> None:
+        self._path = path
+        self._usd_per_h = usd_per_h
+        self._used_s: dict[str, float] = {}  # by worker
+        with contextlib.suppress(OSError, ValueError):
+            self._used_s = json.loads(path.read_text())
+
+    def record(self, jobs: Sequence[QueuedJob]) -> None:
+        """Update the running jobs' times, from SLURM's own clock."""
+        if self._usd_per_h is None:
+            return
+        now = {job.worker: job.used_s for job in jobs if job.is_running}
+        # A requeued job would start from 0 again.
+        changed = {
+            worker: used_s for worker, used_s in now.items() if used_s > self._used_s.get(worker, 0)
+        }
+        if changed:
+            self._used_s |= changed
+            write_private(self._path, json.dumps(self._used_s))
+
+    def costs(self, living: Collection[str]) -> list[NodeCost]:
+        """Return the cost of each job; empty if the price is unknown.
+
+        Args:
+            living: Workers whose jobs run.
+        """
+        return [
+            NodeCost(
+                node_id=worker,
+                workers=(worker,),
+                lifecycle=LIFECYCLE,
+                spent_usd=used_s / 3600 * (self._usd_per_h or 0.0),
+                on_demand_usd=used_s / 3600 * (self._usd_per_h or 0.0),
+                is_alive=worker in living,
+                hours=used_s / 3600,
+            )
+            for worker, used_s in self._used_s.items()
+        ]

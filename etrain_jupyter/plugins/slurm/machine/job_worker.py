@@ -27,26 +27,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from etrain_jupyter.plugins.slurm.site import SchedulerRecord, Site
+from etrain_jupyter.plugins.slurm.site import Site
 from etrain_jupyter.process.entry import log_to_stderr
 from etrain_jupyter.untrusted import make_private
-from etrain_jupyter.worker.lifecycle import make_parser, run_worker
+from etrain_jupyter.worker.lifecycle import RecordFinder, make_parser, run_worker
 
 logger = logging.getLogger("etrain.slurm")
-
-
-class SiteFinder:
-    """Find the scheduler through its record on the shared disk."""
-
-    is_remote = True
-
-    def __init__(self, site: Site, *, away_s: float) -> None:
-        self._site = site
-        self.away_s = away_s
-
-    def look(self) -> SchedulerRecord | None:
-        """Return the current scheduler; None if the cluster has ended."""
-        return self._site.scheduler()
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -70,7 +56,8 @@ def main() -> None:
     log_to_stderr()
     site = Site(arguments.folder)
     # A job that waited longer than its cluster ran has nothing to do.
-    first = site.scheduler()
+    finder = RecordFinder(site.record, away_s=arguments.away_s)
+    first = finder.look()
     if first is None:
         logger.warning("the cluster of %s has ended", site.path)
         return
@@ -94,7 +81,7 @@ def main() -> None:
     _hold_stdin_open()
     run_worker(
         arguments,
-        SiteFinder(site, away_s=arguments.away_s),
+        finder,
         scheduler=first.address,
         num_lives=first.num_lives,
         host=own_address(first.address, arguments.interface),

@@ -1,4 +1,4 @@
-"""Money: the integral of the price, a minute at least, the first hour, disks, worst cases."""
+"""Money: the integral of the price, a minute at least, the first hour, disks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from etrain_jupyter.plugins.ec2.ledger import (
     PriceBook,
     Row,
     charge_of,
-    worst_case,
 )
 
 T = 1_800_000_000.0
@@ -120,16 +119,6 @@ def test_end_time_is_kept_when_a_late_listing_shows_the_machine() -> None:
     ledger = Ledger().with_rows([ended]).with_rows([ROW]).with_rows([with_reason])
 
     assert ledger.rows["i-1"] == dataclasses.replace(ended, reason=TAKEN)
-
-
-def test_worst_case_is_the_highest_price_for_the_lifetime_within_the_budget() -> None:
-    free = worst_case(num_nodes=8, highest_usd=0.5, lifetime_s=43200)
-    bound = worst_case(
-        num_nodes=8, highest_usd=0.5, lifetime_s=43200, max_hourly=2.0, max_total=10.0
-    )
-
-    assert (free.hourly, free.total) == (4.0, 48.0)
-    assert (bound.hourly, bound.total) == (2.0, 10.0)
 
 
 seconds = st.floats(0, 200_000)

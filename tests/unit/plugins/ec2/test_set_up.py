@@ -47,7 +47,7 @@ def tls_dir(tmp_path: Path) -> Path:
 
 
 def change(spec: AwsSpotSpec, **keys: Any) -> AwsSpotSpec:
-    return AwsSpotSpec.parse(json.loads(spec.to_json()) | keys)
+    return AwsSpotSpec.parse(spec.to_dict() | keys)
 
 
 def tags(spec: AwsSpotSpec, cluster: str = "c1", seconds: float = 3600) -> dict[str, str]:

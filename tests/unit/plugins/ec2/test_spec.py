@@ -69,7 +69,7 @@ def test_spec_round_trips_through_json() -> None:
         prefix="mine",
     )
 
-    assert AwsSpotSpec.from_json(spec.to_json()) == spec
+    assert AwsSpotSpec.parse(spec.to_dict()) == spec
     assert spec.prefix == "mine/"
 
 
@@ -92,12 +92,12 @@ def test_nodes_install_the_kernel_unless_the_image_has_an_interpreter(
     assert spec.image.is_kernel is is_kernel
     if not is_kernel:
         assert spec.image.interpreter == interpreter
-    assert AwsSpotSpec.from_json(spec.to_json()).image.is_kernel is is_kernel
+    assert AwsSpotSpec.parse(spec.to_dict()).image.is_kernel is is_kernel
 
 
 def test_manifest_is_kept_for_later_heads_with_the_other_keys() -> None:
     spec = parse(image={"ami": "ami-12c6146b", "environment": {"exclude": ["a"]}})
-    stored = AwsSpotSpec.from_json(spec.with_manifest("ab" * 32).to_json())
+    stored = AwsSpotSpec.parse(spec.with_manifest("ab" * 32).to_dict())
     assert stored.image.manifest == "ab" * 32
     assert stored.image.environment is not None
     assert stored.image.environment.exclude == ("a",)
@@ -114,7 +114,7 @@ def test_deadline_allows_all_workers_on_demand_unless_a_maximum_is_given() -> No
     assert (capacity.finish_by, capacity.keep) == (21600.0, 1.0)
     assert capacity.most_on_demand(8) == 8
     assert limited.most_on_demand(8) == 2
-    assert AwsSpotSpec.from_json(spec.to_json()) == spec
+    assert AwsSpotSpec.parse(spec.to_dict()) == spec
 
 
 def test_gpu_requirement_can_replace_types() -> None:

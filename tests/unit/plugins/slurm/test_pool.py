@@ -11,7 +11,7 @@ import pytest
 
 from etrain_jupyter.errors import ConfigError, PoolError
 from etrain_jupyter.plugins.slurm import commands
-from etrain_jupyter.plugins.slurm.client.pool import SlurmPool
+from etrain_jupyter.plugins.slurm.pool import SlurmPool
 from etrain_jupyter.pools import clusters
 from etrain_jupyter.pools.own_clusters import find_cluster_dir
 from etrain_jupyter.pools.registry import get_pool, pool_of

@@ -56,7 +56,7 @@ lifetime: {idle: 1 h, away: 10 min}
 def test_spec_round_trips_through_json() -> None:
     spec = SlurmSpec.parse({"walltime": "90 min", "workers": {"max": 2}, "prologue": ["a"]})
 
-    assert SlurmSpec.from_json(spec.to_json()) == spec
+    assert SlurmSpec.parse(spec.to_dict()) == spec
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.errors import CheckpointError, RunStoreError, StoreError
-from etrain_jupyter.plugins.ec2.machine.node_bucket import open_node_bucket
+from etrain_jupyter.plugins.ec2.machine.base_agent import open_node_bucket
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.storage.checkpoints.s3 import S3Store
 from etrain_jupyter.storage.objects import bucket_owners

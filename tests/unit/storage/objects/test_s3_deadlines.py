@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from etrain_jupyter.errors import CheckpointError, RunStoreError, StoreError
 from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
-from etrain_jupyter.plugins.ec2.machine import node_bucket
+from etrain_jupyter.plugins.ec2.machine import base_agent
 from etrain_jupyter.storage.bucket_log import objects
 from etrain_jupyter.storage.checkpoints.s3 import S3Store
 from etrain_jupyter.storage.objects import s3_deadlines
@@ -200,10 +200,10 @@ def test_list_of_jobs_and_record_time_out_in_the_kernel(
 def test_node_times_out_if_a_response_never_ends(
     serve: Callable[..., SlowServer], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    limits = dataclasses.replace(node_bucket.LIMITS, deadline_s=0.5, read_timeout_s=1.0)
-    monkeypatch.setattr(node_bucket, "LIMITS", limits)
+    limits = dataclasses.replace(base_agent.LIMITS, deadline_s=0.5, read_timeout_s=1.0)
+    monkeypatch.setattr(base_agent, "LIMITS", limits)
     serve(how)
-    bucket = node_bucket.open_node_bucket("s3://bucket/p", region="us-east-1")
+    bucket = base_agent.open_node_bucket("s3://bucket/p", region="us-east-1")
     with pytest.raises(StoreError, match=GIVEN_UP):
         bucket.get_aged("lease.json", "test")
     with pytest.raises(StoreError, match=GIVEN_UP):

@@ -13,7 +13,7 @@ from etrain_jupyter.plugins.ec2.account.cloudformation import (
     template_of,
     text_of,
 )
-from etrain_jupyter.plugins.ec2.account.options import head_name, node_name
+from etrain_jupyter.plugins.ec2.account.options import node_name
 from etrain_jupyter.plugins.ec2.account.site import Site
 from etrain_jupyter.plugins.ec2.client.policy import launcher_policy, node_policy
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
@@ -27,7 +27,7 @@ def site(**keys: Any) -> Site:
         {
             "region": "us-east-1",
             "bucket": "etrain-spot-111122223333-us-east-1",
-            "iam": {"instance_profile": node_name("spot"), "head_profile": head_name("spot")},
+            "iam": {"instance_profile": node_name("spot"), "head_profile": "etrain-spot-head"},
             "owner": "ann",
             **keys,
         }

@@ -18,6 +18,7 @@ from etrain_jupyter.plugins.ec2.account import init as init_module
 from etrain_jupyter.plugins.ec2.account.init import init
 from etrain_jupyter.plugins.ec2.account.options import InitOptions
 from etrain_jupyter.plugins.ec2.account.removal import remove_pool
+from etrain_jupyter.plugins.ec2.account.site import Dialog
 from etrain_jupyter.plugins.ec2.client.policy import launcher_policy, node_policy
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
 from etrain_jupyter.plugins.ec2.simulator.stacks import teach_moto
@@ -106,16 +107,19 @@ def refuse(question: str) -> str:
     raise AssertionError(f"asked: {question}")
 
 
-def run_init(lines: list[str] | None = None, **words: Any) -> str:
-    options = words.pop("options", OPTIONS)
+def run(command: Callable[..., str], lines: list[str] | None, words: dict[str, Any]) -> str:
     say = (lines if lines is not None else []).append
-    return init("spot", options, ask=refuse, say=say, **{"is_confirmed": True, **words})
+    is_dry_run = words.pop("is_dry_run", False)
+    dialog = Dialog(ask=refuse, say=say, is_confirmed=True, is_dry_run=is_dry_run)
+    return command("spot", words.pop("options"), dialog, **words)
+
+
+def run_init(lines: list[str] | None = None, **words: Any) -> str:
+    return run(init, lines, {"options": OPTIONS, **words})
 
 
 def run_remove(lines: list[str] | None = None, **words: Any) -> str:
-    say = (lines if lines is not None else []).append
-    options = words.pop("options", InitOptions())
-    return remove_pool("spot", options, ask=refuse, say=say, **{"is_confirmed": True, **words})
+    return run(remove_pool, lines, {"options": InitOptions(), **words})
 
 
 def inventory() -> dict[str, list[str]]:
@@ -255,7 +259,7 @@ def test_dry_run_and_the_answer_no_create_nothing(requests: Requests, places: Pa
     assert "Nothing was created" in run_init(lines, is_dry_run=True)
     assert sum(line.startswith("    create ") for line in lines) == 6
     answers = iter(["", "g4dn.xlarge", "2", "10", "n"])
-    text = init("spot", InitOptions(ami=AMI), ask=lambda _: next(answers), say=lines.append)
+    text = init("spot", InitOptions(ami=AMI), Dialog(ask=lambda _: next(answers), say=lines.append))
     assert text == "Nothing was created."
     assert requests.changes == []
     assert inventory() == {}
@@ -264,7 +268,7 @@ def test_dry_run_and_the_answer_no_create_nothing(requests: Requests, places: Pa
 
 def test_answers_become_the_entry(places: Path) -> None:
     answers = iter(["", "g4dn.xlarge, g5.xlarge", "2", "7.5", "yes"])
-    init("spot", InitOptions(ami=AMI), ask=lambda _: next(answers), say=lambda _: None)
+    init("spot", InitOptions(ami=AMI), Dialog(ask=lambda _: next(answers), say=str))
     made = spec()
     assert (made.region, made.workers.max) == (REGION, 2)
     assert made.capacity.types == ("g4dn.xlarge", "g5.xlarge")
@@ -496,7 +500,7 @@ def test_bucket_in_another_region_is_refused() -> None:
 @pytest.mark.parametrize("name", ["local", "Spot", "a" * 25, "-x", "x_y"])
 def test_name_that_cannot_be_part_of_a_bucket_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot be called"):
-        init(name, OPTIONS, ask=refuse, say=refuse)
+        init(name, OPTIONS, Dialog(ask=refuse, say=refuse))
 
 
 def raising(error: Exception) -> Callable[..., Any]:

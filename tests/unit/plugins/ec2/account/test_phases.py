@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.plugins.ec2.account.boot import phases_of, total_of
+from etrain_jupyter.plugins.ec2.account.check import phases_of, total_of
 from etrain_jupyter.plugins.ec2.account.machines import quota_of
 
 

@@ -241,7 +241,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 def changed(spec: AwsSpotSpec, keys: dict[str, Any]) -> AwsSpotSpec:
-    return AwsSpotSpec.parse(json.loads(spec.to_json()) | keys)
+    return AwsSpotSpec.parse(spec.to_dict() | keys)
 
 
 @pytest.mark.parametrize("role", MAKERS)

@@ -10,8 +10,14 @@ import pytest
 
 import etrain_jupyter
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.plugins.ec2.environment.locked import find_lock, read_lock
-from etrain_jupyter.plugins.ec2.environment.packages import Package, read_packages, run_uv, without
+from etrain_jupyter.plugins.ec2.environment.packages import (
+    Package,
+    find_lock,
+    read_lock,
+    read_packages,
+    run_uv,
+    without,
+)
 
 
 def add(site: Path, name: str, version: str, **files: str) -> None:

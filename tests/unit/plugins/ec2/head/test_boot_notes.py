@@ -8,8 +8,7 @@ from etrain_jupyter.errors import StoreError
 from etrain_jupyter.plugins.ec2.ec2_api import Instance
 from etrain_jupyter.plugins.ec2.fleet_state import FleetState
 from etrain_jupyter.plugins.ec2.head.cluster_files import BootPhase, ClusterFiles
-from etrain_jupyter.plugins.ec2.head.desired_fleet import DesiredFleet, Reports
-from etrain_jupyter.plugins.ec2.head.roster import FleetNode, FleetRoster
+from etrain_jupyter.plugins.ec2.head.roster import DesiredFleet, FleetNode, FleetRoster, Reports
 
 NODE = Instance(
     id="i-1",
@@ -51,7 +50,7 @@ def make(bucket: Reporting, notes: list[str], *, installs: bool = True) -> Fleet
 
 def tick(roster: FleetRoster, now: float, *, is_connected: bool = False) -> None:
     connected = frozenset({"i-1"} if is_connected else ())
-    roster.update([MEMBER], DesiredFleet(connected=connected), FleetState(), 3, now)
+    roster.update([MEMBER], DesiredFleet(connected=connected), FleetState(), now)
 
 
 def test_each_phase_is_reported_once_with_its_seconds() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etrain_jupyter.head.coordinator.nodes import JobProgress
+from etrain_jupyter.plugins.ec2.deadline import DeadlineSchedule
 from etrain_jupyter.plugins.ec2.fleet_state import FleetState
-from etrain_jupyter.plugins.ec2.head.deadline_schedule import DeadlineSchedule
 from etrain_jupyter.plugins.ec2.head.fleet import decide
 from etrain_jupyter.plugins.ec2.head.view import Decision, Machine, Rules, View
 from etrain_jupyter.plugins.ec2.placement import Offer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.plugins.ec2.machine import base_agent, children, imds, node_agent, power
+from etrain_jupyter.plugins.ec2.machine import base_agent, children, imds, node_agent
 from etrain_jupyter.plugins.ec2.machine.base_agent import AgentError, StopRequestedError
 from etrain_jupyter.plugins.ec2.machine.imds import Identity
 from etrain_jupyter.plugins.ec2.machine.node_agent import NodeAgent
@@ -222,8 +222,8 @@ def commands(monkeypatch, tmp_path):
             raise FileNotFoundError
         return subprocess.CompletedProcess(command, int(command not in works), b"", b"no")
 
-    monkeypatch.setattr(power.subprocess, "run", run)
-    monkeypatch.setattr(power, "RETRY_S", 0.0)
+    monkeypatch.setattr(base_agent.subprocess, "run", run)
+    monkeypatch.setattr(base_agent, "RETRY_S", 0.0)
     monkeypatch.setattr(imds, "VENDOR_FILE", tmp_path / "vendor")
     return ran, works
 
@@ -231,23 +231,23 @@ def commands(monkeypatch, tmp_path):
 def test_successful_shutdown_is_not_repeated(commands):
     ran, works = commands
     works.append(["shutdown", "-h", "now"])
-    assert power.power_off()
+    assert base_agent.power_off()
     assert ran == [["shutdown", "-h", "now"]]
 
 
 def test_failed_shutdown_is_retried_and_force_is_used_on_ec2_only(commands):
     ran, works = commands
     works.append(["poweroff", "-f"])
-    assert not power.power_off(num_tries=3)
+    assert not base_agent.power_off(num_tries=3)
     assert ran == [["shutdown", "-h", "now"]] * 3
     Path(imds.VENDOR_FILE).write_text("Amazon EC2\n")
-    assert power.power_off()
+    assert base_agent.power_off()
     assert ran[-1] == ["poweroff", "-f"]
 
 
 def test_timer_is_armed_in_whole_minutes_and_at_least_one(commands):
     ran, _ = commands
-    power.arm_timer(61.0)
-    power.arm_timer(-5.0)
+    base_agent.arm_timer(61.0)
+    base_agent.arm_timer(-5.0)
     words = [" ".join(command) for command in ran]
     assert words == ["shutdown -c", "shutdown -h +2", "shutdown -c", "shutdown -h +1"]

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from etrain_jupyter.plugins.ec2.machine.imds import Imds
-from etrain_jupyter.plugins.ec2.machine.notices import NoticeWatch
+from etrain_jupyter.plugins.ec2.machine.imds import Imds, NoticeWatch
 from etrain_jupyter.plugins.ec2.simulator.imds import ImdsServer
 from etrain_jupyter.wire.messages import INTERRUPTION, REBALANCE
 
@@ -134,15 +133,17 @@ def test_clock_of_this_machine_does_not_move_the_deadline(monkeypatch):
         server.interrupt(real() + 100)
         # The service's pages and its Date header are of the same process here, so that only the
         # watch's own clock may be shifted: it reads it to turn what is left into an instant.
-        from etrain_jupyter.plugins.ec2.machine import notices
+        from etrain_jupyter.plugins.ec2.machine import imds
         from etrain_jupyter.worker import preemption_watch
 
         class Clock:
+            monotonic = staticmethod(time.monotonic)
+
             @staticmethod
             def time() -> float:
                 return real() + 5000
 
-        monkeypatch.setattr(notices, "time", Clock)
+        monkeypatch.setattr(imds, "time", Clock)
         monkeypatch.setattr(preemption_watch, "time", Clock)
         watch = NoticeWatch(Imds(server.url), told.put, poll_s=0.01)
         watch.start()

@@ -1,11 +1,30 @@
-"""Test when workers in several zones pay."""
+"""How soon a zone is left, and whether traffic between zones pays."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.plugins.ec2.zone_traffic import pays_to_spread, traffic_usd_per_h
+from etrain_jupyter.plugins.ec2.placement import pays_to_spread, traffic_usd_per_h, zone_wait_s
+
+
+@pytest.mark.parametrize(
+    ("score", "best_elsewhere", "expected"),
+    [
+        (1, 9, 15.0),
+        (3, 6, 15.0),
+        (3, 5, 60.0),
+        (4, 10, 60.0),
+        (0, 10, 60.0),
+        (1, 0, 60.0),
+    ],
+)
+def test_zone_is_left_soon_only_if_another_one_is_clearly_better(
+    score: int, best_elsewhere: int, expected: float
+) -> None:
+    assert zone_wait_s(score=score, best_elsewhere=best_elsewhere) == expected
+
 
 USD = st.floats(0.0, 100.0)
 TERMS = {"state_bytes": 1e8, "changes_per_h": 1.0, "spot_usd": 0.3, "on_demand_usd": 1.0}

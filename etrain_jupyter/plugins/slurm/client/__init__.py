@@ -1,1 +1,0 @@
-"""Pool of SLURM jobs, as seen from a kernel or a terminal."""
