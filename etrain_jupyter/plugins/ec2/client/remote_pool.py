@@ -164,7 +164,8 @@ class AwsRemotePool(AwsSpotPool):
         from etrain_jupyter.storage.objects.bucket_owners import ANY
         from etrain_jupyter.wire.versions import read_fingerprint
 
-        name, spec = cluster.cluster_id, self.spec
+        # Not `self.spec`: the settings name the environment that was stored for the machines.
+        name, spec = cluster.cluster_id, AwsSpotSpec.parse(settings.spec)
         config = config_of(spec, name, fingerprint=read_fingerprint())
         context = set_up(clients, spec, name, cluster.tls, config)
         # From the head's point of view, the scheduler is on "this machine". The head uses its role

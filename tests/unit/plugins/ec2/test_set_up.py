@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.errors import PoolError
+from etrain_jupyter.plugins.ec2 import launch_context
 from etrain_jupyter.plugins.ec2.bootstrap import (
     BootFacts,
     config_of,
@@ -27,11 +28,14 @@ from etrain_jupyter.plugins.ec2.bootstrap import (
 )
 from etrain_jupyter.plugins.ec2.client.check import check_account
 from etrain_jupyter.plugins.ec2.client.pool import AwsSpotPool
+from etrain_jupyter.plugins.ec2.client.remote_pool import AwsRemotePool
 from etrain_jupyter.plugins.ec2.ec2_api import Clients, list_instances
 from etrain_jupyter.plugins.ec2.network import Network, find_subnets, open_network
 from etrain_jupyter.plugins.ec2.prices import Prices, on_demand_rate, spot_history
 from etrain_jupyter.plugins.ec2.reaping import by_cluster, find_tagged, remove, should_remove
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
+from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 
 pytestmark = pytest.mark.aws
@@ -292,6 +296,24 @@ def test_missing_bucket_is_an_error(clients: Clients, spec: AwsSpotSpec, tls_dir
 
     with pytest.raises(PoolError, match="there is no such bucket"):
         put_node_files(elsewhere, "c1", config, tls_dir)
+
+
+def test_machines_of_an_on_demand_head_get_the_stored_environment(
+    spec: AwsSpotSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    remote = change(spec, head="on-demand")
+    seen: list[str] = []
+
+    def stop(clients: Clients, own: AwsSpotSpec, *_: Any) -> None:
+        seen.append(own.image.manifest)
+        raise PoolError("enough")
+
+    monkeypatch.setattr(launch_context, "set_up", stop)
+    settings = ClusterSettings(spec=remote.with_manifest(DIGEST).to_dict())
+    with pytest.raises(PoolError, match="enough"):
+        AwsRemotePool("spot", remote)._launch(Clients(remote), ClusterDir(tmp_path), settings)
+
+    assert seen == [DIGEST]
 
 
 # --- prices ---
