@@ -209,7 +209,7 @@ class Ours:
 
     def run(self, store: Any, steps: int) -> list[float]:
         """Make ``steps`` steps in a generation of their own; return their durations in seconds."""
-        from etrain_jupyter.trainer.boundary import NoHooks
+        from etrain_jupyter.trainer.boundary import BoundaryHooks
         from etrain_jupyter.trainer.group.process_group import RankGroup
 
         self._generation += 1
@@ -224,7 +224,7 @@ class Ours:
         self._divide(group)
         loop, ends = self._loop, [time.perf_counter()]
 
-        class Hooks(NoHooks):
+        class Hooks(BoundaryHooks):
             def after_step(self, boundary: Any) -> None:
                 ends.append(time.perf_counter())
                 if len(ends) == steps:
