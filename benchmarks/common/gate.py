@@ -24,7 +24,7 @@ import torch.nn.functional as F
 FOLDER = "PAIRED_GATE"
 """Variable with the folder of the side's gate."""
 FREE_STEPS = 60
-"""First steps, before the gate: warm-up, spare trainers and caches."""
+"""First steps, before the gate: warm-up and caches."""
 _COUNT_BYTES = 8
 
 

@@ -15,7 +15,7 @@ from etrain_jupyter.log.events import TERMINAL_STATUSES
 
 WORLD_SIZE = 2
 REST_S = 8.0
-"""Pause before a job on an idle pool: more than a worker needs to warm up a spare."""
+"""Pause before a job on an idle pool."""
 NUM_STEPS = 3
 END_S = 120.0
 CASES = ("idle pool", "right after a job")

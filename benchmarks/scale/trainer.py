@@ -57,16 +57,14 @@ class Steps:
 class SleepingTrainer:
     """Stand-in for ``TrainerProcess`` and the trainer behind it."""
 
-    has_forks = is_outdated = False
-    can_fork = True  # as a spare, so that its supervisor starts no other one
-
     def __init__(
         self,
+        name: str,
         on_message: Callable[[Any, Encoded], None],
         on_exit: Callable[[Any, str], None],
         steps: Steps,
     ) -> None:
-        self.name = ""
+        self.name = name
         self.pid = next(_pids)
         self._on_message, self._on_exit, self._steps = on_message, on_exit, steps
         self._step = self._generation = self._rank = self._world_size = 0
@@ -75,11 +73,8 @@ class SleepingTrainer:
 
     # --- what a supervisor calls ---
 
-    async def start(self, spare: Any = None) -> None:
+    async def start(self) -> None:
         """Start at once."""
-
-    async def wait_until_started(self) -> None:
-        """Return at once."""
 
     async def wait(self) -> None:
         """Return at once."""
@@ -90,8 +85,6 @@ class SleepingTrainer:
 
     def progress(self) -> TrainerProgress | None:
         """Return what its progress page would show."""
-        if not self.name:
-            return None
         self._steps.num_beats += 1
         step = self._now()
         return TrainerProgress(

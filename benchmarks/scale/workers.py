@@ -30,6 +30,7 @@ from etrain_jupyter.process.peers import (
     read_plain_values_only,
 )
 from etrain_jupyter.process.tls import configure_dask, read_security
+from etrain_jupyter.worker.forks import Forks
 from etrain_jupyter.worker.supervisor import Supervisor
 
 _DASK: Any = SimpleNamespace(BatchedSend=BatchedSend, connect=connect, rpc=rpc)  # without types
@@ -53,13 +54,23 @@ METRICS: dict[str, Any] = {
 """What a Dask worker reports with each of its own heartbeats."""
 
 
+class NoForks(Forks):
+    """Starts no fork server."""
+
+    def warm_up(self) -> None:
+        """Do nothing."""
+
+
 class SimulatedSupervisor(Supervisor):
     """A supervisor whose trainers are objects in this process."""
 
-    steps: Steps
+    def __init__(self, steps: Steps) -> None:
+        super().__init__()
+        self.steps = steps
+        self.forks = NoForks()
 
-    def _new_trainer(self) -> Any:
-        return SleepingTrainer(self._on_message, self._on_exit, self.steps)
+    def _new_trainer(self, name: str) -> Any:
+        return SleepingTrainer(name, self._on_message, self._on_exit, self.steps)
 
 
 class SimulatedWorker:
@@ -74,8 +85,7 @@ class SimulatedWorker:
         self.stream_handlers: dict[str, Any] = {}
         self.batched_stream = _DASK.BatchedSend(interval="2ms")
         self.num_received = 0
-        self.supervisor = SimulatedSupervisor()
-        self.supervisor.steps = steps
+        self.supervisor = SimulatedSupervisor(steps)
         self._where, self._arguments = scheduler, arguments
         self.scheduler = _DASK.rpc(scheduler, connection_args=arguments)
 

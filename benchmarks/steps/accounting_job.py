@@ -37,7 +37,7 @@ BLOCK = "ACCOUNTING_BLOCK"
 PAIRS = "ACCOUNTING_PAIRS"
 """Variable with the number of pairs of blocks."""
 SETTLE_STEPS = 200
-"""First steps, in which spare trainers start and caches fill."""
+"""First steps, in which caches fill."""
 SKIPPED_STEPS = 3
 """First steps of a block, which still belong to the previous setting."""
 

@@ -3,8 +3,7 @@
 Two ranks, one thread each. Each round runs all systems once, in alternating order. The reported
 figure is the median over the rounds of the ratio to plain DDP, which reduces the effect of other
 load on the machine. Each side records the completion time of every step, and the second half of the
-steps counts. That excludes start-up and the spare trainers, which the workers launch some seconds
-after the first step of a job. A system is shut down completely before the next one starts.
+steps counts. That excludes start-up. A system is shut down completely before the next one starts.
 """
 
 from __future__ import annotations

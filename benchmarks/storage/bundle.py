@@ -117,7 +117,7 @@ class Watch:
         self.peaks: Peaks = {}
         self._world_size = world_size
         self._pss: dict[int, int] = {}
-        """Largest proportional size of each trainer, including spare trainers."""
+        """Largest proportional size of each trainer, including the fork server."""
         # This process already holds the data. Count only the memory that it needs in addition.
         Path("/proc/self/clear_refs").write_text("5")
         self._own = kilobytes(Path("/proc/self/status"), "VmRSS:") << 10

@@ -37,7 +37,7 @@ from etrain_jupyter.testing.s3_server import S3Server
 EVERY = {"mlp": 12, "wide": 6}
 """Steps between two checkpoints, by workload."""
 NUM_WARM = 2
-"""Checkpoint intervals to discard: they include start-up and the launch of spare trainers."""
+"""Checkpoint intervals to discard: they include start-up."""
 NAMES = {
     "ours": ours.NAME,
     "ours_s3": f"{ours.NAME}, S3",

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from etrain_jupyter.head.coordinator.nodes import NodeCost
-from etrain_jupyter.head.fork_server import ForkServerProcess
 from etrain_jupyter.head.local_workers import LocalNodes
 from etrain_jupyter.head.node_source import HeadFacts
 from etrain_jupyter.head.slots import Slot, make_slots
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.files import write_private
+from etrain_jupyter.process.fork_server import ForkServerProcess
 from etrain_jupyter.process.gpus import GPU_QUERY_S, finish_gpu_query, start_gpu_query
 from etrain_jupyter.process.survivors import WorkerRecords
 

@@ -23,14 +23,23 @@ def die_with_parent(parent: int) -> int:
     Returns:
         File descriptor of the pipe, to pass on to children.
     """
-    if sys.platform == "linux":
-        # The OS enforces this even if no thread of this process can run any more. It treats the
-        # exit of the thread that forked as the parent's death; the keeper forks on its main thread.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # If the parent died before the line above, no signal arrives.
-    if os.getppid() != parent:
-        os._exit(1)
+    # Linux treats the exit of the thread that forked as the parent's death; the keeper forks on its
+    # main thread.
+    kill_with_parent(parent)
     return die_with_keeper()
+
+
+def kill_with_parent(parent: int) -> None:
+    """Make Linux kill this process when its parent exits, even if no thread of it can run.
+
+    Args:
+        parent: Process ID; 0 if unknown.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # If the parent exited before the line above, no signal arrives.
+    if parent and os.getppid() != parent:
+        os._exit(1)
 
 
 def die_with_keeper() -> int:

@@ -1,46 +1,81 @@
-"""Fork server: imports torch once per machine, and forks a warm spare for each worker.
+"""Fork server: imports torch once, and forks a trainer for each job.
 
-Four workers on a laptop would otherwise spend four times the processor seconds and the memory on
-the same imports. The server runs no user code and holds no state. It imports at the first request::
+Imports take seconds, a fork takes milliseconds. The workers of a local cluster share one server;
+on other pools, each worker starts its own. The server runs no user code, so a trainer starts
+without any state from earlier jobs, such as modules, random states, CUDA contexts, threads or
+files::
 
-    head           starts the server; passes one end of a connection to it, the other to a worker
-    worker         fork a spare ──▶                    ◀── pid and pidfd of the spare
-    fork server                    forks
-                                     └▶ spare ── forks ──▶ trainer of a job
+    worker         fork a trainer ──▶                           ◀── pid and pidfd of the trainer
+    fork server    imports torch      forks ─────── forks ───────▶ waits for the next request
+                                        └▶ trainer A   └▶ trainer B
 
-A spare outlives the server, unless its worker has exited: the server then kills it, even if it is
-stopped. If the server ends, the workers spawn their spares.
+A trainer outlives the server, unless its worker has exited: the server then kills it, even if it
+is stopped.
+
+A fork copies only the calling thread, and CUDA cannot be used in a fork of a process that has
+initialized it. If the imports leave the server in such a state, it refuses each fork, and the
+workers spawn their trainers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import importlib
 import json
 import os
 import select
 import signal
 import socket
+import sys
 from dataclasses import dataclass
 
-from etrain_jupyter.wire.fork_records import NUM_SPARE_FDS, RECORD, Kind
+from etrain_jupyter.process.parent_pipe import kill_with_parent
+from etrain_jupyter.trainer.imports import import_modules
+from etrain_jupyter.wire.fork_records import NUM_FDS, RECORD, Kind
 
 MAX_REQUEST = 1 << 20
-"""Largest size of a request in bytes: a record and the environment."""
+"""Largest size of a request in bytes: a record with the environment or the names of modules."""
 
 KEEPER_PIPE = 0
 """Standard input is the pipe that ends with the keeper (``process.parent_pipe``). It is read here
 instead of in a thread, because a process with threads must not fork."""
 
+PROBE_S = 5.0
+"""Timeout in seconds for the trial fork."""
+
+PASSED = 17
+"""Exit code of a trial whose imports allow forks; one that a module is unlikely to exit with."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class SpareRequest:
-    """Descriptors and environment with which a forked process becomes a spare."""
+class TrainerRequest:
+    """Descriptors and environment with which a forked process becomes a trainer."""
 
     fds: list[int]
-    """Channel, progress page, fork requests, stdout, stderr."""
+    """Channel, progress page, stdout, stderr."""
     environment: dict[str, str]
+
+    def enter(self) -> tuple[int, int]:
+        """Make a forked process independent of the server.
+
+        Returns:
+            Its channel and its progress page.
+        """
+        # An interrupt of the notebook, or a signal to another trainer's group, must not reach it.
+        os.setsid()
+        channel, page, out, err = self.fds
+        null = os.open(os.devnull, os.O_RDONLY)
+        for given, standard in ((null, 0), (out, 1), (err, 2)):
+            os.dup2(given, standard)
+            os.close(given)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        import numpy as np  # already loaded by the server, but only at its first request
+
+        np.random.seed()  # Python reseeds its own generator; torch's has a constant seed
+        return channel, page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +85,21 @@ class _Child:
     """Descriptor of the connection of the worker for which it was forked."""
 
 
-def serve(control: socket.socket) -> SpareRequest | None:
-    """Fork a spare for each request. Returns in each forked process, and finally in the server.
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """A fork that imports modules to find out whether this process could fork afterwards."""
+
+    pid: int
+    pidfd: int
+    modules: list[str]
+
+
+def serve(control: socket.socket) -> TrainerRequest | None:
+    """Fork a trainer for each request. Returns in each forked process, and finally in the server.
 
     Args:
-        control: Connection to the head, which sends a descriptor for each worker: its connection.
+        control: Connection to the process that started the server. It sends a descriptor for each
+            worker: its connection.
 
     Returns:
         In a forked process, its request. In the server, None once the keeper has exited, or the
@@ -63,39 +108,22 @@ def serve(control: socket.socket) -> SpareRequest | None:
     return _Server(control).run()
 
 
-def enter_spare(request: SpareRequest) -> list[int]:
-    """Make a forked process independent of the server.
-
-    Returns:
-        Its channel, its progress page and its fork requests.
-    """
-    os.setsid()  # an interrupt of the notebook must not reach it
-    *own, out, err = request.fds
-    for given, standard in ((out, 1), (err, 2)):
-        os.dup2(given, standard)
-        os.close(given)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.environ.clear()
-    os.environ.update(request.environment)
-    import numpy as np  # already loaded by the server, but only at its first request
-
-    np.random.seed()  # Python reseeds its own generator; torch's has a constant seed
-    return own
-
-
 class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control: socket.socket | None = control
         self._connections: dict[int, socket.socket] = {}  # to the workers, by descriptor
         self._children: dict[int, _Child] = {}  # by pidfd
         self._can_fork: bool | None = None  # None before the imports
+        self._environment = dict(os.environ)
+        self._known_modules: set[str] = set()  # each is tried only once
+        self._next_modules: list[str] = []
+        self._trial: _Trial | None = None
 
-    def run(self) -> SpareRequest | None:
+    def run(self) -> TrainerRequest | None:
         while self._control is not None or self._connections:
             control = [self._control.fileno()] if self._control is not None else []
-            watched = [KEEPER_PIPE, *control, *self._connections, *self._children]
+            trial = [self._trial.pidfd] if self._trial is not None else []
+            watched = [KEEPER_PIPE, *control, *self._connections, *self._children, *trial]
             ready = set(select.select(watched, [], [])[0])
             if KEEPER_PIPE in ready:  # nothing is ever written: this is its end-of-file
                 break
@@ -106,8 +134,13 @@ class _Server:
             for descriptor in self._connections.keys() & ready:
                 if (request := self._answer(descriptor)) is not None:
                     return request
+            if ready.intersection(trial):
+                self._end_trial()
+            self._begin_trial()
         for descriptor in list(self._connections):
             self._drop(descriptor)
+        if self._trial is not None:
+            signal.pidfd_send_signal(self._trial.pidfd, signal.SIGKILL)
         return None
 
     def _accept(self) -> None:
@@ -121,12 +154,10 @@ class _Server:
             os.set_inheritable(descriptor, False)
             self._connections[descriptor] = socket.socket(fileno=descriptor)
 
-    def _answer(self, descriptor: int) -> SpareRequest | None:
-        """Fork a spare for a worker, or kill its spares if it has exited."""
+    def _answer(self, descriptor: int) -> TrainerRequest | None:
+        """Handle a worker's request, or kill its trainers if it has exited."""
         try:
-            data, fds, _, _ = socket.recv_fds(
-                self._connections[descriptor], MAX_REQUEST, NUM_SPARE_FDS
-            )
+            data, fds, _, _ = socket.recv_fds(self._connections[descriptor], MAX_REQUEST, NUM_FDS)
         except ConnectionError:
             data, fds = b"", []
         if not data:
@@ -134,14 +165,22 @@ class _Server:
             return None
         if self._can_fork is None:
             # Other workers wait meanwhile: their requests stay in their connections.
-            self._can_fork = _import_everything()
+            importlib.import_module("etrain_jupyter.trainer.trainer")
+            self._check()
+        kind, payload = RECORD.unpack_from(data)[0], data[RECORD.size :].decode()
+        if kind == Kind.IMPORT:
+            if self._can_fork:
+                self._send(descriptor, RECORD.pack(Kind.READY, 0, 0))
+            new = [name for name in payload.split() if name not in self._known_modules]
+            self._known_modules.update(new)
+            self._next_modules += new
+            return None
         try:
             if not self._can_fork:
                 raise OSError(errno.ENOTSUP, "a fork would not work")
             if not (pid := os.fork()):
                 self._close_all()
-                environment = json.loads(data[RECORD.size :])
-                return SpareRequest(fds=fds, environment=environment)
+                return TrainerRequest(fds=fds, environment=self._set_by_imports(payload))
         except OSError as exc:
             self._send(descriptor, RECORD.pack(Kind.FAILED, 0, exc.errno or errno.ENOMEM))
         else:
@@ -152,6 +191,54 @@ class _Server:
             os.close(fd)
         return None
 
+    def _set_by_imports(self, payload: str) -> dict[str, str]:
+        """Return a worker's environment, with the variables that imported packages have set."""
+        given = json.loads(payload)
+        added = {k: v for k, v in os.environ.items() if self._environment.get(k) != v}
+        return {**added, **given}
+
+    def _begin_trial(self) -> None:
+        """Import the modules of the previous jobs, first in a fork.
+
+        If a module starts threads, or ends the process, the server does without all of them.
+        """
+        # trainer      hello, PackagesImported
+        # server                4 s later: forks ─────────────────────── imports sklearn
+        # trial                              └▶ imports sklearn: can fork
+        # next trainer                                                       forked ── hello
+        if self._trial is not None or not self._next_modules or not self._can_fork:
+            return
+        modules, self._next_modules = self._next_modules, []
+        with contextlib.suppress(OSError):  # out of memory or processes
+            server = os.getpid()
+            if pid := os.fork():
+                self._trial = _Trial(pid=pid, pidfd=os.pidfd_open(pid), modules=modules)
+                return
+            code = 1
+            try:
+                kill_with_parent(server)
+                self._close_all()
+                import_modules(modules)
+                code = PASSED if can_fork() else 1
+            finally:
+                os._exit(code)
+
+    def _end_trial(self) -> None:
+        assert self._trial is not None
+        trial, self._trial = self._trial, None
+        _, status = os.waitpid(trial.pid, 0)
+        os.close(trial.pidfd)
+        if os.waitstatus_to_exitcode(status) == PASSED:
+            import_modules(trial.modules)
+            self._check()
+        else:
+            print("a fork would not work after these imports:", *trial.modules)
+
+    def _check(self) -> None:
+        self._can_fork = can_fork()
+        if not self._can_fork:
+            print("the imports have started threads or initialized CUDA: this process cannot fork")
+
     def _report_exit(self, pidfd: int) -> None:
         child = self._children.pop(pidfd)
         _, status = os.waitpid(child.pid, 0)
@@ -160,9 +247,9 @@ class _Server:
         self._send(child.connection, RECORD.pack(Kind.EXITED, child.pid, code))
 
     def _drop(self, descriptor: int) -> None:
-        """Close a worker's connection, and kill its spares: their channels are closed too."""
-        # A spare exits by itself when its channel closes, but not if it is stopped, or hangs as a
-        # trainer. ``select`` then reports the exit, and ``_send`` finds no connection.
+        """Close a worker's connection, and kill its trainers: their channels are closed too."""
+        # A trainer exits by itself when its channel closes, but not if it is stopped or hangs.
+        # ``select`` then reports the exit, and ``_send`` finds no connection.
         self._connections.pop(descriptor).close()
         for pidfd, child in self._children.items():
             if child.connection == descriptor:
@@ -181,16 +268,38 @@ class _Server:
             self._control.close()
         for connection in self._connections.values():
             connection.close()
-        for pidfd in self._children:
+        for pidfd in [*self._children, *([self._trial.pidfd] if self._trial else [])]:
             os.close(pidfd)
 
 
-def _import_everything() -> bool:
-    """Import what a trainer needs; return False if this process cannot fork afterwards."""
-    from etrain_jupyter.trainer import spare
+def can_fork() -> bool:
+    """Return True if a fork of this process is usable as a trainer.
 
-    importlib.import_module("etrain_jupyter.trainer.trainer")
-    if spare.can_fork():
-        return True
-    print("the imports have started threads or initialized CUDA: this process cannot fork spares")
-    return False
+    A trial fork reveals two problems. OpenBLAS stops its threads before a fork and restarts them
+    when needed; a thread that is still running afterwards belongs to a library that does not
+    support forks. And in the child, torch can report whether the parent has initialized CUDA.
+    """
+    import torch
+
+    if sys.platform != "linux":
+        return False
+    gc.collect()
+    gc.freeze()  # a garbage collection in a trainer would copy the pages of all these objects
+    try:
+        pid = os.fork()
+        if not pid:
+            os._exit(int(torch.cuda._is_in_bad_fork()))
+        return _exits_well(pid) and len(os.listdir("/proc/self/task")) == 1
+    except OSError:  # out of memory or processes, or the kernel has no pidfds
+        return False
+
+
+def _exits_well(pid: int) -> bool:
+    """Wait for the trial process; kill it if a library's fork handler blocks it."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        if not select.select([pidfd], [], [], PROBE_S)[0]:
+            os.kill(pid, signal.SIGKILL)
+        return os.waitpid(pid, 0)[1] == 0
+    finally:
+        os.close(pidfd)

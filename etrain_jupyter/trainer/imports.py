@@ -1,12 +1,12 @@
-"""Imports of a job's code, which the worker's next spare repeats in advance.
+"""Imports of a job's code, which the fork server repeats in advance.
 
-A trainer is forked from a spare that has imported torch. Everything else that the notebook's
+A trainer is forked from a server that has imported torch. Everything else that the notebook's
 functions import, such as scikit-learn, costs each new trainer seconds. In a search, and whenever a
 notebook submits similar jobs, the modules are always the same::
 
-    trainer 1   forked ── imports sklearn ── hello ── PackagesImported
-    spare 2                                             imports torch, sklearn ── replaces spare 1
-    trainer 2                                                                       forked ── hello
+    trainer 1    forked ── imports sklearn ── hello ── PackagesImported
+    server                                               imports sklearn
+    trainer 2                                                              forked ── hello
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import os
 import site
 import sys
 import sysconfig
-
-from etrain_jupyter.wire.fork_records import SPARE_MODULES
+from collections.abc import Iterable
 
 SET_BY_IMPORTS = ("CUBLAS_", "KMP_", "NCCL_", "TORCH_NCCL_")
 """Prefixes of variables that packages, and this one, set without a request of the job."""
@@ -49,9 +48,8 @@ class ImportRecord:
         return tuple(name for name in names if _is_installed(name, folders))
 
 
-def import_packages() -> None:
-    """Import the modules in ``SPARE_MODULES``; a module that fails is left to the job."""
-    names = os.environ.pop(SPARE_MODULES, "").split()  # the trainers do not need the variable
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules; one that fails is left to the job."""
     added = {k: v for k, v in WITHOUT_THREADS.items() if k not in os.environ}
     os.environ.update(added)
     for name in names:

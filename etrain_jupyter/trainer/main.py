@@ -1,11 +1,9 @@
-"""Entry point of a spare: ``python -m etrain_jupyter.trainer.main CHANNEL PROGRESS FORKS``.
+"""Entry point of a trainer: ``python -m etrain_jupyter.trainer.main CHANNEL PROGRESS``.
 
-The arguments are descriptors. The process imports torch, reports that it is ready, and then forks
-trainers on request (``trainer.spare``). It becomes a trainer itself if it cannot fork, if a job was
-already waiting for it, or if the third descriptor is missing.
+The arguments are descriptors. The process imports torch, waits for a job and trains.
 
-``python -m etrain_jupyter.trainer.main --serve CONTROL`` is the machine's fork server, which forks
-spares (``trainer.fork_server``).
+``python -m etrain_jupyter.trainer.main --serve CONTROL`` is a fork server, which imports torch once
+and forks trainers on request (``trainer.fork_server``).
 """
 
 from __future__ import annotations
@@ -13,11 +11,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import importlib
 import io
 import os
 import resource
-import select
 import signal
 import socket
 import sys
@@ -25,11 +21,10 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from etrain_jupyter.process.parent_pipe import kill_with_parent
 from etrain_jupyter.wire.channel import Channel
 from etrain_jupyter.wire.messages import LaunchTrainer, SpareReady
-from etrain_jupyter.wire.progress_page import ProgressPage, Pulse, start_pulse
-
-_PR_SET_PDEATHSIG = 1
+from etrain_jupyter.wire.progress_page import ProgressPage, start_pulse
 
 MAX_DESCRIPTORS = 2**20
 """Upper bound for the descriptor limit. Without a limit, programs that close every possible
@@ -45,22 +40,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NAMES = ("trim_threshold", "mmap_threshold")
 
 
-def die_with_parent(parent: int) -> None:
-    """Make Linux kill this process when its parent dies; elsewhere, the closed channel ends it.
-
-    The parent is the supervisor, or the spare, which itself dies with the supervisor. This works
-    even if no thread of this process can run.
-
-    Args:
-        parent: Process ID; 0 if unknown.
-    """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent and os.getppid() != parent:
-        os._exit(0)  # the parent died before the call
-
-
 def raise_descriptor_limit() -> None:
     """Raise the open-file limit to the user's maximum: gloo terminates the process at the limit.
 
@@ -72,7 +51,7 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def open_page(descriptor: int) -> tuple[ProgressPage, Pulse]:
+def open_page(descriptor: int) -> ProgressPage:
     """Map the progress page, and update its pulse as long as this process can run Python code."""
     os.set_inheritable(descriptor, False)
     # The handler writes in the signal context, so its report includes a thread that holds the GIL.
@@ -80,7 +59,8 @@ def open_page(descriptor: int) -> tuple[ProgressPage, Pulse]:
     # pulse.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     page = ProgressPage(descriptor)
-    return page, start_pulse(page)
+    start_pulse(page)
+    return page
 
 
 def print_any_text() -> None:
@@ -91,10 +71,10 @@ def print_any_text() -> None:
 
 
 def main() -> None:
-    """Wait for a job as a warm spare, then train; or serve as the machine's fork server."""
+    """Wait for a job and train, or serve as a fork server."""
     is_server = sys.argv[1] == "--serve"
     if not is_server:
-        die_with_parent(int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0")))
+        kill_with_parent(int(os.environ.get("ETRAIN_SUPERVISOR_PID", "0")))
     raise_descriptor_limit()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles interrupts
     if os.environ.get("ETRAIN_SIGTERM") == "ignore":
@@ -105,7 +85,7 @@ def main() -> None:
     print_any_text()
     if is_server:
         exit_after(lambda: run_server(int(sys.argv[2])))
-    exit_after(lambda: run_spare(*map(int, sys.argv[1:])))
+    exit_after(lambda: run_trainer(*map(int, sys.argv[1:])))
 
 
 def exit_after(run: Callable[[], None]) -> NoReturn:
@@ -122,60 +102,27 @@ def exit_after(run: Callable[[], None]) -> NoReturn:
     os._exit(code)
 
 
-def run_spare(channel_fd: int, page_fd: int, forks_fd: int = -1) -> None:
-    """Import torch, which takes seconds, then fork trainers or run one in this process.
-
-    The page's pulse is stopped while the process forks, because only one thread may exist then.
-    """
-    page, pulse = open_page(page_fd)
-    channel = open_channel(channel_fd)
-    from etrain_jupyter.trainer import spare
-    from etrain_jupyter.trainer.imports import import_packages
-
-    importlib.import_module("etrain_jupyter.trainer.trainer")  # now, not in each trainer
-    import_packages()
-    channel.send(SpareReady(pid=os.getpid()))
-    is_launched = bool(select.select([channel], [], [], 0)[0])
-    if forks_fd >= 0 and not is_launched:
-        os.set_inheritable(forks_fd, False)
-        pulse.stop()
-        own_pid = os.getpid()
-        with socket.socket(fileno=forks_fd) as requests:
-            fds = spare.fork_trainers(channel, requests) if spare.can_fork() else None
-        if fds is not None:
-            die_with_parent(own_pid)
-            channel_fd, page_fd = spare.enter_trainer(fds, page)
-            page, pulse = open_page(page_fd)
-            channel = open_channel(channel_fd)
-        else:
-            start_pulse(page)
-    run_trainer(channel, page)
-
-
 def run_server(control_fd: int) -> None:
-    """Fork spares for this machine's workers until all of them have exited."""
+    """Fork trainers for this machine's workers until all of them have exited."""
     from etrain_jupyter.trainer import fork_server
 
     os.set_inheritable(control_fd, False)
     with socket.socket(fileno=control_fd) as control:
         request = fork_server.serve(control)
     if request is not None:
-        run_spare(*fork_server.enter_spare(request))
+        run_trainer(*request.enter())
 
 
-def open_channel(descriptor: int) -> Channel:
-    """Open the channel to the supervisor."""
-    os.set_inheritable(descriptor, False)  # loader processes must not keep the channel open
-    return Channel(socket.socket(fileno=descriptor))
-
-
-def run_trainer(channel: Channel, page: ProgressPage) -> None:
-    """Wait for a job and run it."""
+def run_trainer(channel_fd: int, page_fd: int) -> None:
+    """Import torch, which takes seconds unless this process was forked, then run a job."""
+    page = open_page(page_fd)
+    os.set_inheritable(channel_fd, False)  # loader processes must not keep the channel open
+    channel = Channel(socket.socket(fileno=channel_fd))
     import torch
 
-    from etrain_jupyter.trainer.main import keep_freed_memory
     from etrain_jupyter.trainer.trainer import Trainer
 
+    channel.send(SpareReady(pid=os.getpid()))
     keep_freed_memory()
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
@@ -184,10 +131,6 @@ def run_trainer(channel: Channel, page: ProgressPage) -> None:
         if isinstance(message, LaunchTrainer):
             Trainer(channel, message, progress=page).run()
             break
-
-
-if __name__ == "__main__":
-    main()
 
 
 def keep_freed_memory() -> bool:
@@ -213,3 +156,7 @@ def keep_freed_memory() -> bool:
     return bool(
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD) and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD)
     )
+
+
+if __name__ == "__main__":
+    main()

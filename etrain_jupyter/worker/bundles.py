@@ -18,18 +18,29 @@ import fcntl
 import hashlib
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from etrain_jupyter.untrusted import is_private_folder, make_private
 from etrain_jupyter.wire.messages import BundleRef
+from etrain_jupyter.wire.requests import BundlePiece, FetchBundle, RefusedRequestError
 
 LOOK_S = 0.05
 """Interval in seconds at which to check whether another supervisor has fetched the file."""
 
-Fetch = Callable[[str, int], Awaitable[bytes]]
-"""Returns the piece of a bundle at an offset; empty at the end."""
+FETCH_S = 30.0
+"""Timeout in seconds for one piece of a bundle."""
+
+PATIENCE_S = 90.0
+"""Seconds for which a piece is retried; longer than a scheduler restart takes."""
+
+RETRY_S = 1.0
+"""Seconds between attempts to fetch a piece."""
+
+CallScheduler = Callable[[FetchBundle], Awaitable[BundlePiece]]
+"""Sends a request to the current scheduler."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -47,11 +58,12 @@ class MachineBundles:
     """Bundles used by one supervisor.
 
     Args:
-        fetch: Fetches pieces from the scheduler.
+        call_scheduler: Fetches a piece; called again after a failure, perhaps by then with another
+            scheduler.
     """
 
-    def __init__(self, fetch: Fetch) -> None:
-        self._fetch = fetch
+    def __init__(self, call_scheduler: CallScheduler) -> None:
+        self._call_scheduler = call_scheduler
         self._folder = Path()
         self._locks: dict[str, int] = {}  # open lock files, by digest
         self._getting = asyncio.Lock()  # held while a bundle is fetched or waited for
@@ -164,6 +176,23 @@ class MachineBundles:
             raise self._not_stored(size, exc) from exc
         finally:
             draft.unlink(missing_ok=True)
+
+    async def _fetch(self, digest: str, offset: int) -> bytes:
+        """Return the next piece of a bundle. Retry while the scheduler is restarting."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                request = FetchBundle(digest=digest, offset=offset)
+                return (await asyncio.wait_for(self._call_scheduler(request), FETCH_S)).data
+            except RefusedRequestError as exc:  # the same request would be refused again
+                raise BundleFetchError(str(exc)) from exc
+            except OSError as exc:
+                if time.monotonic() >= deadline:
+                    raise BundleFetchError(
+                        f"the scheduler did not send the job's bundle within {PATIENCE_S:.0f} s "
+                        f"({type(exc).__name__}: {exc})"
+                    ) from exc
+            await asyncio.sleep(RETRY_S)
 
     def _not_stored(self, size: int, exc: OSError) -> BundleFetchError:
         return BundleFetchError(

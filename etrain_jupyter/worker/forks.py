@@ -1,15 +1,14 @@
-"""Fork requests to a warm spare or to the machine's fork server, and the forked processes.
+"""Fork requests to a fork server, and the forked trainers.
 
-Each request passes descriptors: the new process's channel, its progress page, its stdout and its
-stderr. The other process answers with the new process's id and pidfd, and later reports its exit
-status, because only a parent process receives it::
+Each request passes descriptors: the trainer's channel, its progress page, its stdout and its
+stderr. The server answers with the trainer's id and pidfd, and later reports its exit status,
+because only a parent process receives it::
 
     supervisor   fork, descriptors ──▶                                 (process is registered)
-    spare                           forks    forked, pid, pidfd ──▶       exited, pid, status ──▶
+    server                           forks    forked, pid, pidfd ──▶       exited, pid, status ──▶
 
-A trainer does not outlive its spare: the kernel kills it (see ``trainer.main.die_with_parent``). A
-spare outlives the fork server, so that the loss of one process does not end every trainer of the
-machine.
+Trainers outlive the server, so that the loss of one process does not end every trainer of the
+machine. They do not outlive their worker (see ``trainer.fork_server``).
 """
 
 from __future__ import annotations
@@ -18,20 +17,25 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
+from etrain_jupyter.process.fork_server import ForkServerProcess
 from etrain_jupyter.process.installed import read_installed
-from etrain_jupyter.wire.fork_records import MAX_MODULES_BYTES, RECORD, Kind
+from etrain_jupyter.wire.fork_records import RECORD, Kind
 
-FORK_S = 10.0
-"""Timeout of a fork in seconds. It takes milliseconds unless the parent is stopped or swapped."""
+logger = logging.getLogger("etrain.supervisor")
 
-SERVER_FORK_S = 60.0
-"""Timeout in seconds of a fork by the fork server, which imports torch at the first request."""
+FORK_S = 60.0
+"""Timeout of a fork in seconds. It takes milliseconds unless the server is stopped or swapped, or
+imports modules of a job."""
+
+IMPORT_S = 300.0
+"""Timeout in seconds of a fork by a server that has not imported torch yet."""
 
 UNKNOWN_STATUS = 255
 """Exit status of a process whose parent, the fork server, ended before it."""
@@ -87,70 +91,80 @@ class ForkedProcess:
             pipe.close()
 
 
-class ForkClient:
-    """The supervisor's end of a connection on which another process receives fork requests.
+class ForkServer:
+    """Connection to a fork server.
 
     Args:
-        connection: A socket that keeps the boundaries of packets.
+        connection: A socket that keeps the boundaries of packets, in a running event loop.
     """
-
-    parent = "the parent process"
-    """Name of the other process in messages."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
         self.is_ready = False
-        """True if the other process has reported that it can fork."""
+        """True if the server has reported that it can fork."""
+        self._installed = read_installed()
+        self._is_retired = False
         self._requests: deque[asyncio.Future[ForkedProcess]] = deque()
         self._running: dict[int, ForkedProcess] = {}
+        asyncio.get_running_loop().add_reader(connection, self._read)
+
+    @property
+    def is_usable(self) -> bool:
+        """False if the server has ended, or has imported packages that have since been replaced."""
+        return self._socket.fileno() >= 0 and self._installed == read_installed()
 
     @property
     def is_in_use(self) -> bool:
         """True if a forked process is running or a request is pending."""
         return bool(self._running or self._requests)
 
-    def begin(self) -> None:
-        """Read the other process's records in the running loop."""
-        asyncio.get_running_loop().add_reader(self._socket, self._read)
+    def retire(self) -> None:
+        """Close the connection once the last forked process has ended."""
+        self._is_retired = True
+        if not self.is_in_use:
+            self.close()
 
     def close(self) -> None:
-        """Close the connection, and fail the pending requests. May be called twice."""
+        """Close the connection, and fail the pending requests. May be called twice.
+
+        A server that is running then kills the processes that it has forked for this worker.
+        """
         self.is_ready = False
         if self._socket.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
         for process in self._running.values():
-            self._lose(process)
+            process.watch()
         self._running.clear()
         while self._requests:
-            self._fail(OSError(f"{self.parent} has ended"))
+            self._fail(OSError("the fork server has ended"))
 
-    def _lose(self, process: ForkedProcess) -> None:
-        """Handle the end of a running process's parent."""
-        process.watch()
+    def learn(self, modules: Iterable[str] = ()) -> None:
+        """Make the server import torch, and modules that later trainers will need."""
+        # If the request is too large, or the server's queue is full, the trainers import them.
+        with contextlib.suppress(OSError):
+            self._socket.send(RECORD.pack(Kind.IMPORT, 0, 0) + " ".join(modules).encode())
 
-    async def fork(
-        self, fds: Sequence[int], payload: bytes = b"", *, timeout_s: float | None = None
-    ) -> ForkedProcess:
-        """Make the other process fork one that inherits these descriptors.
+    async def fork(self, fds: Sequence[int]) -> ForkedProcess:
+        """Make the server fork a process with these descriptors and this process's environment.
 
         Raises:
-            OSError: If the other process cannot fork, has ended, or does not answer in time.
+            OSError: If the server cannot fork, has ended, or does not answer in time.
         """
         if self._socket.fileno() < 0:
-            raise OSError(f"{self.parent} has ended")
+            raise OSError("the fork server has ended")
         (out, theirs_out), (err, theirs_err) = os.pipe(), os.pipe()
         request: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         try:
             try:
-                record = RECORD.pack(Kind.FORK, 0, 0)
-                socket.send_fds(self._socket, [record, payload], [*fds, theirs_out, theirs_err])
+                record = [RECORD.pack(Kind.FORK, 0, 0), json.dumps(dict(os.environ)).encode()]
+                socket.send_fds(self._socket, record, [*fds, theirs_out, theirs_err])
                 self._requests.append(request)
             finally:
                 os.close(theirs_out)
                 os.close(theirs_err)
-            process = await asyncio.wait_for(request, FORK_S if timeout_s is None else timeout_s)
+            process = await asyncio.wait_for(request, FORK_S if self.is_ready else IMPORT_S)
         except BaseException:
             os.close(out)
             os.close(err)
@@ -161,7 +175,7 @@ class ForkClient:
     def _read(self) -> None:
         """Handle the records that have arrived."""
         with contextlib.suppress(BlockingIOError):
-            while True:
+            while self._socket.fileno() >= 0:
                 try:
                     data, fds, _, _ = socket.recv_fds(self._socket, RECORD.size, 1)
                 except ConnectionError:  # it was killed with unread requests
@@ -170,6 +184,8 @@ class ForkClient:
                     self.close()
                     return
                 self._take(data, fds)
+                if self._is_retired:
+                    self.retire()
 
     def _take(self, data: bytes, fds: list[int]) -> None:
         kind, pid, code = RECORD.unpack(data)
@@ -180,6 +196,7 @@ class ForkClient:
                 os.kill(pid, signal.SIGKILL)  # without a pidfd, it cannot be supervised
                 self._fail(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
             case Kind.FORKED:
+                self.is_ready = True
                 process = self._running[pid] = ForkedProcess(pid, fds[0])
                 request = self._requests.popleft()
                 if request.done():  # the caller was cancelled or timed out
@@ -191,8 +208,8 @@ class ForkClient:
             case Kind.EXITED:
                 if (ended := self._running.pop(pid, None)) is not None:
                     ended.end(code)
-            case Kind.FORK:
-                raise ValueError("only a supervisor sends fork requests")
+            case Kind.FORK | Kind.IMPORT:
+                raise ValueError("only a supervisor sends requests")
 
     def _fail(self, error: OSError) -> None:
         request = self._requests.popleft()
@@ -200,99 +217,91 @@ class ForkClient:
             request.set_exception(error)
 
 
-class Forks(ForkClient):
-    """Connection to a warm spare, which forks trainers. They end with it."""
+class Forks:
+    """A worker's fork server: the machine's, which it is given, or its own.
 
-    parent = "the spare"
-
-    def __init__(self) -> None:
-        ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        super().__init__(ours)
-
-    @property
-    def spare_fd(self) -> int:
-        """The spare's end, to be passed to its process."""
-        return self._theirs.fileno()
-
-    def begin(self) -> None:
-        """Read the spare's records in the running loop, once its process has been started."""
-        self._theirs.close()
-        super().begin()
-
-    def close(self) -> None:
-        """Kill the processes that the spare has forked, and fail the pending requests.
-
-        May be called twice.
-        """
-        super().close()
-        self._theirs.close()
-
-    def _lose(self, process: ForkedProcess) -> None:
-        process.kill()  # the kernel also does so, but possibly a moment later
-        process.end(-signal.SIGKILL)
-
-
-class ForkServer(ForkClient):
-    """Connection to the machine's fork server, which forks warm spares. They outlive it.
+    It starts its own if it is given none, if that one has ended or does not answer, or after
+    packages have been installed.
 
     Args:
-        fd: Descriptor of the connection, as received from the process that started this one.
+        fd: Descriptor of the connection to the machine's server; -1 if it has none.
     """
 
-    parent = "the fork server"
-
-    def __init__(self, fd: int) -> None:
-        os.set_inheritable(fd, False)
-        super().__init__(socket.socket(fileno=fd))
-        self.installed = read_installed()
-        """The installed packages, as the server has imported them."""
-        self._is_reading = False
+    def __init__(self, fd: int = -1) -> None:
+        self._server: ForkServer | None = None
+        if fd >= 0:
+            os.set_inheritable(fd, False)
+            self._server = ForkServer(socket.socket(fileno=fd))
+        self._retired: list[ForkServer] = []
+        self._own: ForkServerProcess | None = None
+        self._pipe: tuple[int, int] = (-1, -1)  # ends with this process, and its server with it
 
     @property
-    def is_outdated(self) -> bool:
-        """True if packages have been installed or removed since the server began its imports."""
-        return self.installed != read_installed()
+    def is_ready(self) -> bool:
+        """True if the server has imported torch and can fork."""
+        return self._server is not None and self._server.is_ready
 
-    async def fork_spare(self, fds: Sequence[int], environment: Mapping[str, str]) -> ForkedProcess:
-        """Make the server fork a spare.
+    def warm_up(self) -> None:
+        """Make the server import torch; start it if necessary."""
+        try:
+            server = self._connect()
+        except OSError as exc:  # out of file descriptors
+            logger.error("no fork server could be started: %s", exc)
+            return
+        if server is not None:
+            server.learn()
 
-        Args:
-            fds: The spare's channel, progress page and fork requests.
-            environment: Its environment variables.
+    def learn(self, modules: Iterable[str]) -> None:
+        """Make the server import modules of a job in advance, for the next ones."""
+        if self._server is not None and self._server.is_usable:
+            self._server.learn(modules)
+
+    async def fork(self, fds: Sequence[int]) -> ForkedProcess:
+        """Fork a trainer that inherits these descriptors: its channel and its progress page.
 
         Raises:
-            OSError: If the server cannot fork, has ended, or does not answer in time.
+            OSError: If it cannot be forked. The call may be retried.
         """
-        if not self._is_reading:
-            self._is_reading = True
-            self.begin()
-        payload = json.dumps(dict(environment)).encode()
-        return await self.fork(fds, payload, timeout_s=SERVER_FORK_S)
+        server = self._connect()
+        if server is None:
+            raise OSError("there is no fork server")
+        try:
+            return await server.fork(fds)
+        except TimeoutError:
+            if server is self._server:
+                self.rest()  # the next trainer gets another server
+            raise
 
+    def rest(self) -> None:
+        """Stop using the server. It ends after the trainers that it has forked."""
+        self._disconnect()
+        if self._own is not None:
+            self._own.retire()
 
-class SpareModules:
-    """The modules of future spares, and whether a spare that has imported them can fork."""
+    def close(self) -> None:
+        """Close the connection, and kill an own server. The trainers must have ended."""
+        self.rest()
+        for server in self._retired:
+            server.close()
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+            for end in self._pipe:
+                os.close(end)
 
-    def __init__(self) -> None:
-        self.current: tuple[str, ...] = ()
-        """Modules that each new spare imports, in order."""
-        self._refused: set[str] = set()
-        self._previous: tuple[str, ...] = ()
+    def _disconnect(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.retire()
+            self._retired = [one for one in (*self._retired, server) if one.is_in_use]
 
-    def learn(self, modules: Iterable[str]) -> bool:
-        """Add modules, in order; return False if all are known, or if they do not fit.
-
-        Modules that have prevented forks before are not added.
-        """
-        known = {*self.current, *self._refused}
-        added = tuple(name for name in modules if name not in known)
-        size = sum(len(name) + 1 for name in (*self.current, *added))
-        if not added or size > MAX_MODULES_BYTES:
-            return False
-        self._previous, self.current = self.current, (*self.current, *added)
-        return True
-
-    def refuse_newest(self) -> None:
-        """Remove the modules added last: a spare that has imported them cannot fork."""
-        self._refused |= set(self.current) - set(self._previous)
-        self.current = self._previous
+    def _connect(self) -> ForkServer | None:
+        if self._server is not None and not self._server.is_usable:
+            self._disconnect()  # an own server that has failed counts its failures
+        if self._server is None:
+            if self._own is None:
+                self._pipe = os.pipe()
+                self._own = ForkServerProcess(parent_pipe=self._pipe[0])
+            if (connection := self._own.connect()) is not None:
+                self._server = ForkServer(connection)
+        return self._server

@@ -37,7 +37,7 @@ from etrain_jupyter.plugin import load
 from etrain_jupyter.process.parent_pipe import die_with_keeper
 from etrain_jupyter.process.peers import restricted
 from etrain_jupyter.process.tls import configure_dask, read_security, without_http
-from etrain_jupyter.worker.forks import ForkServer
+from etrain_jupyter.worker.forks import Forks
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class WorkerLifecycle:
         # Until this is reset, the supervisor keeps its trainers when a connection ends.
         self._supervisor.outlives_scheduler = True
         if options.fork_server >= 0:
-            self._supervisor.fork_server = ForkServer(options.fork_server)
+            self._supervisor.forks = Forks(options.fork_server)
         self._address = options.scheduler
         self._num_lives = options.num_lives  # incarnation of the scheduler, counted from 1
         self._stop = asyncio.Event()

@@ -16,26 +16,20 @@ from distributed.comm.addressing import get_address_host
 
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.codec import KIND, Encoded, encode
-from etrain_jupyter.wire.requests import FetchBundle, RefusedRequestError, call_scheduler
+from etrain_jupyter.wire.requests import call_scheduler
 from etrain_jupyter.wire.stream import MessageStream
 from etrain_jupyter.wire.versions import read_fingerprint
 from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, folder_of
-from etrain_jupyter.worker.forks import ForkServer, SpareModules
+from etrain_jupyter.worker.forks import Forks
 from etrain_jupyter.worker.outbox import Outbox, TrainerStatus
 from etrain_jupyter.worker.preemption_watch import PreemptionWatch
 from etrain_jupyter.worker.trainer_process import TrainerProcess
 
 logger = logging.getLogger("etrain.supervisor")
 
-SPARE_DELAY_S = 4.0
-"""Delay in seconds before another spare is started: its imports must not compete with a job's first
-steps. Another spare is not needed if the spare forks the trainers, because it then remains
-available."""
-
-SUCCESSOR_POLL_S = 0.1
-SUCCESSOR_S = 60.0
-"""Timeout in seconds for a spare to import the modules of the previous jobs. The old spare remains
-in use until then."""
+IMPORT_DELAY_S = 4.0
+"""Delay in seconds before the fork server imports the modules of a job: these imports must not
+compete with the job's first steps."""
 
 RELEASE_TIMEOUT_S = 60.0
 """Heartbeat timeout in seconds for a released trainer, which may be writing a checkpoint."""
@@ -49,26 +43,20 @@ BEAT_S = 1.0
 FROZEN_S = 1.5
 """Age in seconds of a trainer's pulse above which the supervisor checks its process state."""
 
-FETCH_S = 30.0
-"""Timeout in seconds for one piece of a bundle."""
-
-FETCH_PATIENCE_S = 90.0
-"""Seconds for which a piece is retried; longer than a scheduler restart takes."""
-
 BY_SIGNAL = {"stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
 """Faults injected with a signal; the trainer injects the others itself."""
 
 
 class Supervisor(WorkerPlugin):
-    """Run the trainers that the coordinator launches, and keep one warm spare that forks them.
+    """Run the trainers that the coordinator launches.
 
     Trainers are separate processes, so the supervisor sends heartbeats even if a trainer hangs or
     holds the GIL.
 
     Args:
         device: Torch device on which its trainers compute.
-        rests: True to stay idle, with no spare or heartbeats, until the coordinator wakes it. For
-            workers of a Dask cluster shared with other users.
+        rests: True to stay idle, with no fork server or heartbeats, until the coordinator wakes it.
+            For workers of a Dask cluster shared with other users.
     """
 
     name = "etrain-supervisor"
@@ -77,8 +65,8 @@ class Supervisor(WorkerPlugin):
     """True to keep the trainers when the connection ends, because this process will reconnect; set
     by ``worker.lifecycle``."""
 
-    fork_server: ForkServer | None = None
-    """Fork server of this machine, if it has one; set by ``worker.lifecycle``."""
+    forks: Forks
+    """Forks the trainers; ``worker.lifecycle`` replaces it if this machine has a fork server."""
 
     def __init__(self, *, device: str = "cpu", rests: bool = False) -> None:
         self._device = device
@@ -87,12 +75,7 @@ class Supervisor(WorkerPlugin):
         self._beat_s = BEAT_S
         self._trainers: dict[str, TrainerProcess] = {}  # by name: launched and not released
         self._ending: set[TrainerProcess] = set()  # released or killed, still running
-        self._spare: TrainerProcess | None = None
-        self._retired: set[TrainerProcess] = set()  # former spares with forks that still run
-        self._successor: TrainerProcess | None = (
-            None  # imports modules, and then replaces the spare
-        )
-        self._spare_modules = SpareModules()
+        self.forks = Forks()
         self._incarnation = 0  # number of resets; fences reports from before the last reset
         self._tasks: set[asyncio.Task[Any]] = set()  # asyncio itself keeps only weak references
         self._closing = False
@@ -100,7 +83,7 @@ class Supervisor(WorkerPlugin):
         self._stream: MessageStream | None = None  # to the coordinator
         self._outbox = Outbox()
         self._notices = PreemptionWatch(self._send)
-        self._bundles = MachineBundles(self._fetch_bundle)
+        self._bundles = MachineBundles(lambda piece: call_scheduler(self._worker.scheduler, piece))
         # By trainer, for trainers that are running or whose exit is not yet acknowledged.
         self._statuses: dict[str, TrainerStatus] = {}
         # Cleared while the outbox is full. While it is cleared, the trainers' channels are not
@@ -110,7 +93,7 @@ class Supervisor(WorkerPlugin):
 
     @property
     def has_trainers(self) -> bool:
-        """True while a trainer of a job runs; the spare does not count."""
+        """True while a trainer runs."""
         return bool(self._trainers or self._ending)
 
     def note_interruption(self, left_s: float) -> None:
@@ -120,7 +103,7 @@ class Supervisor(WorkerPlugin):
             self._notices.take(left_s)
 
     async def setup(self, worker: Worker) -> None:
-        """Send the coordinator a hello and all unacknowledged reports, and warm up a spare."""
+        """Send the coordinator a hello and all unacknowledged reports."""
         self._worker = worker
         self._beat_s = BEAT_S  # a coordinator that wants another interval sets it after the hello
         worker.stream_handlers["etrain_message"] = self._receive
@@ -132,8 +115,13 @@ class Supervisor(WorkerPlugin):
         for report in self._outbox.unacknowledged():
             self._send_encoded(report)
         if self._is_awake:
-            self._beating = self._go(self._beat(worker))
-            await self._start_spare()
+            self._wake()
+
+    def _wake(self) -> None:
+        """Send heartbeats, and import torch before the first trainer needs it."""
+        self._is_awake = True
+        self._beating = self._go(self._beat(self._worker))
+        self.forks.warm_up()
 
     def _send_hello(self) -> None:
         self._send(
@@ -156,12 +144,12 @@ class Supervisor(WorkerPlugin):
         for task in self._tasks:
             task.cancel()
         await self._notices.stop()
-        spares = [*self._retired, *filter(None, [self._spare, self._successor])]
-        running = [*self._trainers.values(), *self._ending, *spares]
+        running = [*self._trainers.values(), *self._ending]
         for trainer in running:
             trainer.kill("its worker is closing")
         for trainer in running:
             await trainer.wait()
+        self.forks.close()
         self._bundles.release_all()
 
     # --- messages from the coordinator ---
@@ -204,11 +192,8 @@ class Supervisor(WorkerPlugin):
                 if not self._outbox.is_full:
                     self._may_read.set()
             case m.WakeSupervisor():
-                # Warm up a spare once the new job's trainers have started.
                 if not self._is_awake:
-                    self._is_awake = True
-                    self._beating = self._go(self._beat(self._worker))
-                    self._go(self._start_spare(SPARE_DELAY_S))
+                    self._wake()
             case m.RestSupervisor():
                 self._rest()
             case m.SetHeartbeatInterval():
@@ -236,58 +221,11 @@ class Supervisor(WorkerPlugin):
                 assert_never(message)
 
     def _rest(self) -> None:
-        """Stop the heartbeats and the spare until the next job."""
+        """Stop the heartbeats and the fork server until the next job."""
         self._is_awake = False
         if self._beating is not None:
             self._beating.cancel()
-        self._retire_spare()
-
-    def _retire_spare(self) -> None:
-        """Stop using the spare. It ends after the trainers that it has forked."""
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            self._retired.add(spare)
-            self._kill_retired()
-
-    async def _replace_spare(self) -> None:
-        """Start a spare that imports the modules of the previous jobs, and use it once it is ready.
-
-        If these modules prevent forks, because they have started threads for example, the old spare
-        remains.
-        """
-        # trainer        hello, PackagesImported
-        # old spare      forks trainers .................................. ends after its trainers
-        # successor                4 s later: imports torch, sklearn ... ready: forks trainers
-        self._successor = successor = self._new_trainer()
-        await asyncio.sleep(SPARE_DELAY_S)
-        try:
-            await successor.start()
-        except OSError as exc:
-            logger.warning("no spare could be started for the modules of the last job: %s", exc)
-            self._successor = None
-            return
-        deadline = time.monotonic() + SUCCESSOR_S
-        # ``_on_exit`` resets ``_successor`` if a module ends the process.
-        while self._successor is successor and self._is_awake and time.monotonic() < deadline:
-            if successor.can_fork:
-                self._successor = None
-                self._retire_spare()
-                self._spare = successor
-                return
-            await asyncio.sleep(SUCCESSOR_POLL_S)
-        if self._is_awake:
-            self._spare_modules.refuse_newest()
-        if self._successor is successor:
-            self._successor = None
-            self._ending.add(successor)
-            successor.kill("it cannot fork trainers with the modules of the last job")
-
-    def _kill_retired(self) -> None:
-        # A released trainer may still write a checkpoint, and a forked one dies with its spare.
-        for spare in [spare for spare in self._retired if not spare.has_forks]:
-            self._retired.remove(spare)
-            self._ending.add(spare)
-            spare.kill("no job needs it")
+        self.forks.rest()
 
     async def _terminate(self, trainer: TrainerProcess, message: m.TerminateTrainer) -> None:
         try:
@@ -333,34 +271,18 @@ class Supervisor(WorkerPlugin):
         trainer.kill("it did not exit after its release")
 
     async def _launch(self, message: m.LaunchTrainer) -> None:
-        """Give a job to a fork of the spare, to the spare itself, or to a new trainer.
-
-        A spare that is still importing, or that cannot fork, becomes the trainer itself, so no job
-        waits longer than its own imports would take.
-        """
         # LaunchTrainer -- process starts -- bundle is fetched --> sent to the trainer
         #       ShutDownTrainer or TerminateTrainer meanwhile --> not sent: the trainer is killed
-        if self._spare is not None and self._spare.is_outdated:
-            self._retire_spare()  # its modules may not match the files that a job imports later
-        spare = self._spare
-        if spare is not None and not spare.can_fork:
-            trainer, self._spare = spare, None
-        else:
-            trainer = self._new_trainer()
-        trainer.name = message.trainer
+        trainer = self._new_trainer(message.trainer)
         self._statuses[trainer.name] = status = TrainerStatus(started_at=time.time())
         # Registered before the first await, so that messages that arrive in the meantime find it.
         self._trainers[trainer.name] = trainer
-        if trainer is not spare:
-            try:
-                await _start(trainer, spare)
-            except OSError as exc:  # out of memory, processes or file descriptors
-                logger.exception("trainer %s could not be started", trainer.name)
-                self._on_exit(trainer, f"its process could not be started: {exc}")
-                return
-        # A spare may still be waiting for the fork server. If its start fails, ``_start_spare``
-        # reports the trainer's end.
-        await trainer.wait_until_started()
+        try:
+            await trainer.start()
+        except OSError as exc:  # out of memory, processes or file descriptors
+            logger.exception("trainer %s could not be started", trainer.name)
+            self._on_exit(trainer, f"its process could not be started: {exc}")
+            return
         status.pid = trainer.pid
         try:
             path = await self._bundles.get(message.bundle)
@@ -374,46 +296,14 @@ class Supervisor(WorkerPlugin):
         host = get_address_host(self._worker.address)
         trainer.send(encode(dataclasses.replace(message, bundle=bundle, host=host)))
         self._report(trainer, encode(m.TrainerStarted(pid=trainer.pid)))
-        self._go(self._start_spare(SPARE_DELAY_S))
 
-    async def _fetch_bundle(self, digest: str, offset: int) -> bytes:
-        """Return the next piece of a bundle. Retry while the scheduler is restarting."""
-        # Read ``self._worker`` on each attempt: ``setup`` replaces it after a reconnect.
-        deadline = time.monotonic() + FETCH_PATIENCE_S
-        while True:
-            try:
-                request = FetchBundle(digest=digest, offset=offset)
-                piece = await asyncio.wait_for(
-                    call_scheduler(self._worker.scheduler, request), FETCH_S
-                )
-                return piece.data
-            except RefusedRequestError as exc:  # the same request would be refused again
-                raise BundleFetchError(str(exc)) from exc
-            except (OSError, TimeoutError) as exc:
-                if time.monotonic() >= deadline:
-                    raise BundleFetchError(
-                        f"the scheduler did not send the job's bundle within "
-                        f"{FETCH_PATIENCE_S:.0f} s ({type(exc).__name__}: {exc})"
-                    ) from exc
-            await asyncio.sleep(BEAT_S)
-
-    async def _start_spare(self, delay_s: float = 0.0) -> None:
-        await asyncio.sleep(delay_s)
-        if self._spare is None and self._is_awake and not self._closing:
-            self._spare = spare = self._new_trainer()
-            try:
-                await spare.start()
-            except OSError as exc:
-                logger.error("no spare trainer could be started: %s", exc)
-                self._on_exit(spare, str(exc))  # which retries later
-
-    def _new_trainer(self) -> TrainerProcess:
+    def _new_trainer(self, name: str) -> TrainerProcess:
         return TrainerProcess(
+            name,
             on_message=self._on_message,
             on_exit=self._on_exit,
             may_read=self._may_read,
-            server=self.fork_server,
-            modules=self._spare_modules.current,
+            forks=self.forks,
         )
 
     # --- reports ---
@@ -448,29 +338,15 @@ class Supervisor(WorkerPlugin):
         if message[KIND] == m.PackagesImported.__name__:
             imported = m.FROM_TRAINER.decode(message)
             assert isinstance(imported, m.PackagesImported)
-            # A spare that cannot fork is used up by each trainer; the next one imports them.
-            can_fork = self._spare is not None and self._spare.can_fork
-            if self._successor is None and self._spare_modules.learn(imported.modules) and can_fork:
-                self._go(self._replace_spare())
+            loop = asyncio.get_running_loop()
+            loop.call_later(IMPORT_DELAY_S, self.forks.learn, imported.modules)
             return
-        if trainer.name:
-            if (status := self._statuses.get(trainer.name)) is not None:
-                status.note_report(message)
-            self._report(trainer, message)
-        elif message[KIND] == m.TextLogged.__name__:
-            logger.warning("spare trainer %d: %s", trainer.pid, message["text"])
+        if (status := self._statuses.get(trainer.name)) is not None:
+            status.note_report(message)
+        self._report(trainer, message)
 
     def _on_exit(self, trainer: TrainerProcess, cause: str) -> None:
         self._ending.discard(trainer)
-        self._retired.discard(trainer)
-        if trainer is self._successor:
-            self._successor = None
-        self._kill_retired()
-        if trainer is self._spare:
-            self._spare = None
-            self._go(self._start_spare(SPARE_DELAY_S))
-        elif trainer.name and self._spare is None and not self._closing:
-            self._go(self._start_spare())  # no delay: it cannot slow down a job's first steps
         if self._trainers.pop(trainer.name, None) is not None:
             self._report(trainer, encode(m.TrainerExited(cause=cause)))
             if (status := self._statuses.get(trainer.name)) is not None:
@@ -510,17 +386,6 @@ class Supervisor(WorkerPlugin):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%r failed", task.get_coro(), exc_info=error)
-
-
-async def _start(trainer: TrainerProcess, spare: TrainerProcess | None) -> None:
-    """Fork a trainer from the spare, or spawn it without a spare or if the fork fails."""
-    if spare is not None:
-        try:
-            await trainer.start(spare)
-            return
-        except OSError as exc:
-            logger.warning("spare %d could not fork a trainer: %s", spare.pid, exc)
-    await trainer.start()
 
 
 def _commit_fault(trainer: TrainerProcess, fault: m.InjectFault) -> None:

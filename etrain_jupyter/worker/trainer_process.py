@@ -1,10 +1,9 @@
-"""A trainer or spare process, as its supervisor sees it."""
+"""A trainer's process, as its supervisor sees it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -18,13 +17,11 @@ from typing import Any
 import psutil
 
 from etrain_jupyter.log.events import STACKS_HEADER
-from etrain_jupyter.process.installed import read_installed
 from etrain_jupyter.wire.channel import FrameDecoder, frame
 from etrain_jupyter.wire.codec import Encoded, WireVersionError, encode
-from etrain_jupyter.wire.fork_records import SPARE_MODULES
 from etrain_jupyter.wire.messages import FROM_TRAINER, TextLogged
 from etrain_jupyter.wire.progress_page import ProgressPage, TrainerProgress
-from etrain_jupyter.worker.forks import ForkedProcess, Forks, ForkServer
+from etrain_jupyter.worker.forks import ForkedProcess, Forks
 
 logger = logging.getLogger("etrain.supervisor")
 
@@ -56,36 +53,30 @@ class TrainerProcess:
     Runs on one event loop.
 
     Args:
+        name: The trainer's name.
         on_message: Called with each message of the trainer.
         on_exit: Called once it has exited, with the cause.
         may_read: While this is cleared, the trainer's output is not read.
-        server: Fork server from which to fork the process; if it is missing or fails, the process
-            is spawned.
-        modules: Modules that a spare imports in addition to torch.
+        forks: Forks the process; if that fails, or if None, the process is spawned.
     """
 
     def __init__(
         self,
+        name: str = "",
         *,
         on_message: OnMessage,
         on_exit: OnExit,
         may_read: asyncio.Event | None = None,
-        server: ForkServer | None = None,
-        modules: Sequence[str] = (),
+        forks: Forks | None = None,
     ) -> None:
-        self.name = ""
-        """The trainer's name; empty while it is a spare."""
+        self.name = name
         self.pid = 0
         self._on_message = on_message
         self._on_exit = on_exit
         # While it is cleared, the trainer blocks once the channel's buffer is full.
         self._may_read = may_read
-        self._server = server
-        self._environment = {**os.environ, SPARE_MODULES: " ".join(modules)}
-        self._is_started = asyncio.Event()  # also set if the start has failed
+        self._forks = forks
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
-        self._forks: Forks | None = None  # only of a process that may be a spare
-        self._installed = read_installed()
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []  # output, errors, messages
         self._killed_because = ""  # the first reason; empty if not killed
@@ -94,55 +85,21 @@ class TrainerProcess:
         self._num_oom_kills = count_oom_kills()  # at its start
         self._num_free_lines = 0  # lines of a stack report, exempt from the rate limit
 
-    @property
-    def can_fork(self) -> bool:
-        """True if it is a warm spare that can fork trainers."""
-        return self._forks is not None and self._forks.is_ready
-
-    @property
-    def has_forks(self) -> bool:
-        """True if trainers that it has forked are running. They end with it."""
-        return self._forks is not None and self._forks.is_in_use
-
-    @property
-    def is_outdated(self) -> bool:
-        """True if packages have been installed or removed since it began its imports."""
-        return self._installed != read_installed()
-
-    async def start(self, spare: TrainerProcess | None = None) -> None:
+    async def start(self) -> None:
         """Start the process, which waits for a job.
-
-        Args:
-            spare: Fork it from this warm spare. If None, fork it from the fork server; without
-                one, spawn it, and it imports torch first.
 
         Raises:
             OSError: If it could not be started. The call may be retried.
         """
-        try:
-            await self._start(spare)
-        finally:
-            self._is_started.set()
-
-    async def wait_until_started(self) -> None:
-        """Wait for the end of ``start``, even if it fails."""
-        await self._is_started.wait()
-
-    async def _start(self, spare: TrainerProcess | None) -> None:
-        server = self._server
-        if spare is not None:
-            assert spare._forks is not None, "only a process with its own forks is a spare"
-            await self._begin(spare._forks.fork)
-            return
-        if server is not None and not server.is_outdated:
+        if self._forks is not None:
             try:
-                await self._begin(functools.partial(self._fork_spare, server))
+                await self._begin(self._forks.fork)
                 return
             except OSError as exc:
                 # The next attempt opens another channel: a server that is stopped keeps the
                 # descriptors of its pending request open.
                 name = type(exc).__name__
-                logger.warning("the fork server failed (%s: %s): spawning a spare", name, exc)
+                logger.warning("the fork server failed (%s: %s): spawning a trainer", name, exc)
         await self._begin(self._spawn)
 
     async def _begin(self, make: MakeProcess) -> None:
@@ -170,43 +127,21 @@ class TrainerProcess:
         ]
         self._tasks.append(asyncio.create_task(self._read_messages(reader)))
 
-    async def _fork_spare(self, server: ForkServer, fds: Sequence[int]) -> ForkedProcess:
-        forks = Forks()
-        try:
-            process = await server.fork_spare([*fds, forks.spare_fd], self._environment)
-        except BaseException:
-            forks.close()
-            raise
-        forks.begin()
-        self._forks, self._installed = forks, server.installed
-        return process
-
     async def _spawn(self, fds: Sequence[int]) -> asyncio.subprocess.Process:
-        forks = Forks() if sys.platform == "linux" else None
-        fds = [*fds, *([forks.spare_fd] if forks else [])]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                # Output is unbuffered, and a segmentation fault prints a stack, so that the last
-                # lines explain a crash.
-                *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.trainer.main"),
-                *map(str, fds),
-                pass_fds=fds,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={**self._environment, "ETRAIN_SUPERVISOR_PID": str(os.getpid())},
-                start_new_session=True,  # an interrupt of the notebook must not reach it
-                limit=1 << 20,  # bytes of a line
-            )
-        except BaseException:
-            if forks is not None:
-                forks.close()
-            raise
-        if forks is not None:
-            forks.begin()
-            self._forks = forks
-        return process
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            # Output is unbuffered, and a segmentation fault prints a stack, so that the last lines
+            # explain a crash.
+            *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.trainer.main"),
+            *map(str, fds),
+            pass_fds=fds,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "ETRAIN_SUPERVISOR_PID": str(os.getpid())},
+            start_new_session=True,  # an interrupt of the notebook must not reach it
+            limit=1 << 20,  # bytes of a line
+        )
 
     def _close_page(self) -> None:
         if self._page is not None:
@@ -230,7 +165,7 @@ class TrainerProcess:
     def progress(self) -> TrainerProgress | None:
         """Return its progress, even if it is stopped; None before it starts and after it exits."""
         # While the process waits for the fork server, its page has no pulse, as if it were frozen.
-        page = self._page if self._is_started.is_set() else None
+        page = self._page if self._process is not None else None
         return page.read() if page is not None else None
 
     def process_state(self) -> str:
@@ -309,8 +244,6 @@ class TrainerProcess:
             self._writer.close()
         self._close_pipes()
         self._close_page()
-        if self._forks is not None:
-            self._forks.close()
         self._on_exit(self, cause)
 
     async def _is_read(self) -> bool:

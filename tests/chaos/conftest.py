@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from etrain_jupyter import plugin
-from etrain_jupyter.head.fork_server import ForkServerProcess
+from etrain_jupyter.process.fork_server import ForkServerProcess
 from tests.chaos.forks import THREADS, Zygote
 from tests.chaos.rig import MakeRig, Rig, make_rig
 from tests.chaos.trainers import Served, Spawned, Trainers
@@ -70,7 +70,7 @@ def make() -> MakeRig:
 def trainers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Trainers:
     """Start trainers as the product does, or fork them if the test is marked ``forked``.
 
-    With ``ETRAIN_SPAWN``, they are spawned, as on a machine without a fork server.
+    With ``ETRAIN_SPAWN``, each worker has its own fork server, as on pools other than ``local``.
     """
     marker = request.node.get_closest_marker("forked")
     if marker and (marker.kwargs.get("always") or "ETRAIN_SPAWN" not in os.environ):
@@ -78,8 +78,9 @@ def trainers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     else:
         is_spawned = "ETRAIN_SPAWN" in os.environ or sys.platform != "linux"
         found = Spawned() if is_spawned else Served(request.getfixturevalue("fork_server"))
-        for name, value in LOCAL_WORKER.items():
-            monkeypatch.setenv(name, value)
+    environment = LOCAL_WORKER | ({"CUDA_VISIBLE_DEVICES": ""} if isinstance(found, Zygote) else {})
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     return found
 
 

@@ -1,16 +1,14 @@
-"""A whole cluster in one event loop; only Dask's connections and process starts are replaced.
+"""A whole cluster in one event loop; only Dask's connections are replaced.
 
 The coordinator, the supervisors and their messages, the trainer processes, gloo and the signals are
 the product's. The messages that Dask would transport are delivered within this process, encoded
-with msgpack as on the wire. The supervisors start trainers and warm spares as in the product
-(``Spawned``), or fork them from a process that has imported torch (``Zygote``). A forked trainer
-starts in 50 ms instead of 4 s, which makes hundreds of schedules affordable.
+with msgpack as on the wire. A trainer is forked from a process that has imported torch. It starts
+in 50 ms instead of 4 s, which makes hundreds of schedules affordable.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import dataclasses
 import itertools
 import time
@@ -39,7 +37,7 @@ from etrain_jupyter.wire.versions import WIRE_VERSION
 from etrain_jupyter.worker import supervisor
 from etrain_jupyter.worker.supervisor import Supervisor
 from etrain_jupyter.worker.trainer_process import TrainerProcess
-from tests.chaos.trainers import Process, Trainers
+from tests.chaos.trainers import Trainers
 
 PATIENCE_S = 150.0
 """Timeout of every wait: the machine may be busy, and spawned trainers import for seconds."""
@@ -47,16 +45,6 @@ START_S = 0.02
 """Start time of a new worker, as on a machine that is already running."""
 
 Message = dict[str, Any]
-_HERE: contextvars.ContextVar[RigWorker] = contextvars.ContextVar("worker")
-
-
-class RigSupervisor(Supervisor):
-    """The product's supervisor, which shows whether its spare is warm."""
-
-    @property
-    def has_warm_spare(self) -> bool:
-        """Whether the next trainer is forked."""
-        return self._spare is not None and self._spare.can_fork
 
 
 class RigWorker:
@@ -68,18 +56,14 @@ class RigWorker:
         self.local_directory = str(rig._folder / name)
         self.stream_handlers: dict[str, Callable[..., Any]] = {}
         self.batched_stream = self
-        self.supervisor = RigSupervisor(device="cpu")
-        self.processes: list[Process] = []
-        self.starting: list[asyncio.Task[Any]] = []
+        self.supervisor = Supervisor(device="cpu")
+        self.supervisor.forks = rig.trainers.forks()
         self.is_gone = False
         self._rig = rig
-        self.context = contextvars.copy_context()
-        self.context.run(_HERE.set, self)
 
     async def start(self) -> None:
         """Start its supervisor, which sends hello."""
-        work = self.supervisor.setup(self)  # type: ignore[arg-type]
-        await asyncio.create_task(work, context=self.context)
+        await self.supervisor.setup(self)  # type: ignore[arg-type]
         self.stream_handlers["etrain_message"] = self._receive
 
     def _receive(self, message: Message) -> None:
@@ -97,18 +81,16 @@ class RigWorker:
         rig.deliver(message, self, rig.scheduler.stream_handlers, {"worker": self.address})
 
     def kill_processes(self) -> None:
-        """Kill its processes, as the loss of a machine would."""
-        for process in self.processes:
-            if process.returncode is None:
-                process.kill()
+        """Kill its trainers, as the loss of a machine would."""
+        for trainer in [*self.supervisor._trainers.values(), *self.supervisor._ending]:
+            trainer.kill()
 
     async def close(self) -> None:
         """Stop the worker and all its processes."""
         self.is_gone = True
-        starting = [task for task in self.starting if not task.done()]
-        if starting:
-            await asyncio.wait(starting)  # cancelling a start would leave a socket open
-        self.kill_processes()
+        trainers = self.supervisor._trainers
+        while any(trainer._writer is None for trainer in trainers.values()):
+            await asyncio.sleep(0.01)  # cancelling a start would leave a socket open
         await self.supervisor.teardown(self)  # type: ignore[arg-type]
 
 
@@ -141,11 +123,11 @@ class Rig:
     trains_after_notice = False
     finish_by_s: float | None = None
 
-    def __init__(self, folder: Path, *, slots: int = 4, warms_up: bool = False) -> None:
+    def __init__(self, folder: Path, trainers: Trainers, *, slots: int = 4) -> None:
         self.scheduler = RigScheduler()
         self.coordinator = Coordinator(self, cluster_id="rig", on_shutdown=lambda: None)
         self.slots = slots
-        self._warms_up = warms_up
+        self.trainers = trainers
         self._folder = folder
         self._workers: dict[str, RigWorker] = {}
         self._numbers = itertools.count()
@@ -179,8 +161,7 @@ class Rig:
                 except Exception as exc:
                     self.failures.append(exc)
 
-        context = None if more else worker.context
-        asyncio.get_running_loop().call_soon(arrive, context=context)
+        asyncio.get_running_loop().call_soon(arrive)
 
     def go(self, work: Any) -> None:
         """Run a coroutine in the background."""
@@ -243,7 +224,7 @@ class Rig:
     async def submit(self, keys: Mapping[str, Any], *, faults: Sequence[Message] = ()) -> RigJob:
         """Submit a job as ``job.held_jobs`` does."""
         plan = plan_of(keys)
-        if self._warms_up:
+        if self.trainers.warms_up:
             await self._warm_up(plan.config.max_workers() or self.slots)
         number = next(self._num_jobs)
         order = {
@@ -262,10 +243,10 @@ class Rig:
         return RigJob(self, order["job_id"], folder=self._folder)
 
     async def _warm_up(self, count: int) -> None:
-        """Start workers and wait for their spares, as in a cluster that is already running."""
+        """Start workers and wait for their imports, as in a cluster that is already running."""
         self.want(count, reason="a job is about to come")
         async with asyncio.timeout(PATIENCE_S):
-            while not all(w.supervisor.has_warm_spare for w in self._workers.values()):
+            while not all(w.supervisor.forks.is_ready for w in self._workers.values()):
                 await asyncio.sleep(0.02)
 
     async def resume(self, job: RigJob, keys: Mapping[str, Any], **values: Any) -> RigJob:
@@ -410,20 +391,9 @@ MakeRig = Callable[..., AbstractAsyncContextManager[Rig]]
 @asynccontextmanager
 async def make_rig(trainers: Trainers, folder: Path, *, slots: int = 4) -> AsyncIterator[Rig]:
     """Provide a cluster; at the end all its processes must have exited."""
-    rig = Rig(folder, slots=slots, warms_up=trainers.warms_up)
-    trainers.attach()
-
-    async def start_process(*words: str, **options: Any) -> Process:
-        worker, task = _HERE.get(), asyncio.current_task()
-        assert task is not None
-        worker.starting.append(task)
-        process = await trainers.start_process(*words, **options)
-        worker.processes.append(process)
-        return process
-
+    rig = Rig(folder, trainers, slots=slots)
     limits = trainers.limits
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asyncio, "create_subprocess_exec", start_process)
         patch.setattr(supervisor, "_commit_fault", _commit_fault)
         patch.setattr(supervisor, "BEAT_S", limits.beat_s)
         patch.setattr(stalls, "RESTORE_PATIENCE", limits.restore_patience)

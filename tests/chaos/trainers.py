@@ -1,19 +1,17 @@
-"""Strategies to start the rig's trainers: like the product, or forked without it (``forks.py``)."""
+"""Strategies to start the rig's trainers, all of them with the product's fork server."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from etrain_jupyter.head.fork_server import ForkServerProcess
+import psutil
+
+from etrain_jupyter.process.fork_server import ForkServerProcess
 from etrain_jupyter.rules.membership import stalls
 from etrain_jupyter.worker import supervisor
-from etrain_jupyter.worker.forks import ForkedProcess, ForkServer
-
-_create_subprocess_exec = asyncio.create_subprocess_exec
-"""asyncio's own function; a rig replaces it to track its workers' processes."""
+from etrain_jupyter.worker.forks import Forks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,38 +27,22 @@ class Limits:
     """Timeout of a trainer that restores or warms up, as a multiple of ``hang_s``."""
 
 
-class Process(Protocol):
-    """Interface of a trainer's process for the rig and the supervisor."""
-
-    pid: int
-
-    @property
-    def returncode(self) -> int | None:
-        """Exit status; None while it is running."""
-
-    def kill(self) -> None:
-        """Send SIGKILL."""
-
-
 class Trainers(Protocol):
-    """Interface that starts trainers, as a substitute for ``asyncio.create_subprocess_exec``."""
+    """Strategy to start the trainers of a rig's workers."""
 
     limits: Limits
     warms_up: bool
-    """If true, a job waits for warm spares; if false, workers start while the job starts."""
+    """If true, a job waits until each worker can fork; if false, workers start while it starts."""
 
-    def attach(self) -> None:
-        """Attach to the running event loop."""
+    def forks(self) -> Forks:
+        """Return the connection of a new worker to its fork server."""
 
     async def detach(self) -> None:
-        """Detach from the running event loop, after every process has exited."""
-
-    async def start_process(self, *words: str, pass_fds: Sequence[int], **options: Any) -> Process:
-        """Start a trainer."""
+        """Wait until every trainer has exited."""
 
 
 class Served:
-    """Trainers that the product's fork server forks, as in a local cluster.
+    """Trainers that one fork server forks for all workers, as in a local cluster.
 
     A hung rank is detected after a few seconds instead of 30, by the product's ``ETRAIN_HANG_S``.
 
@@ -73,62 +55,39 @@ class Served:
 
     def __init__(self, process: ForkServerProcess) -> None:
         self._process = process
-        self._server: ForkServer | None = None
-        self._started: list[ForkedProcess] = []
 
-    def attach(self) -> None:
+    def forks(self) -> Forks:
         """Connect to the fork server."""
-        self._started.clear()
         connection = self._process.connect()
         assert connection is not None, "the fork server has failed"
-        self._server = ForkServer(connection.detach())
+        return Forks(connection.detach())
+
+    @property
+    def living(self) -> list[psutil.Process]:
+        """Trainers that are running."""
+        server = self._process._process
+        assert server is not None
+        return psutil.Process(server.pid).children()
 
     async def detach(self) -> None:
-        """Kill the remaining processes and wait until all have exited."""
-        assert self._server is not None
+        """Wait until every trainer has exited."""
         async with asyncio.timeout(30):
-            for process in self._started:
-                process.kill()
-                while process.returncode is None:
-                    await asyncio.sleep(0.01)
-        self._server.close()
-
-    async def start_process(
-        self, *_: str, pass_fds: Sequence[int], env: Mapping[str, str], **options: Any
-    ) -> ForkedProcess:
-        """Fork the process."""
-        assert self._server is not None
-        process = await self._server.fork_spare(pass_fds, env)
-        self._started.append(process)
-        return process
+            while self.living:
+                await asyncio.sleep(0.01)
 
 
 class Spawned:
-    """Trainers that run the supervisor's own command, with the product's timeouts except one.
+    """Trainers that each worker forks from its own fork server, as on pools other than ``local``.
 
     A hung rank is detected after a few seconds instead of 30, by the product's ``ETRAIN_HANG_S``.
     """
 
     limits = Limits(hang_s=6.0)
-    # Otherwise spares would import at the same time as the trainers, for twice the CPU time.
     warms_up = True
 
-    def __init__(self) -> None:
-        self._started: list[asyncio.subprocess.Process] = []
-
-    def attach(self) -> None:
-        """Forget the processes of the previous rig."""
-        self._started.clear()
+    def forks(self) -> Forks:
+        """Return forks without a server, which start one."""
+        return Forks()
 
     async def detach(self) -> None:
-        """Kill the remaining processes and wait until all have exited."""
-        for process in self._started:
-            if process.returncode is None:
-                process.kill()
-            await asyncio.wait_for(process.wait(), 30)
-
-    async def start_process(self, *words: str, **options: Any) -> asyncio.subprocess.Process:
-        """Spawn the process."""
-        process = await _create_subprocess_exec(*words, **options)
-        self._started.append(process)
-        return process
+        """Do nothing: a worker that closes waits for its trainers."""

@@ -1,4 +1,4 @@
-"""Imports of a job: the modules that its worker's next spare imports in advance."""
+"""Imports of a job: the modules that the fork server imports in advance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.trainer import imports
-from etrain_jupyter.trainer.imports import ImportRecord, import_packages
+from etrain_jupyter.trainer.imports import ImportRecord, import_modules
 
 
 @pytest.fixture
@@ -51,13 +51,10 @@ def test_nothing_is_recorded_if_the_job_changes_the_environment(
 
 
 @pytest.mark.usefixtures("packages")
-def test_spare_imports_the_modules_and_ignores_those_that_fail(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_modules_are_imported_except_those_that_fail() -> None:
     before = dict(os.environ)
-    monkeypatch.setenv("ETRAIN_SPARE_MODULES", "no_such_module_abc broken_abc installed_abc")
 
-    import_packages()
+    import_modules(["no_such_module_abc", "broken_abc", "installed_abc"])
 
     assert dict(os.environ) == before
     assert "installed_abc" in sys.modules

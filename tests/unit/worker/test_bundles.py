@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.wire.messages import BundleRef
+from etrain_jupyter.wire.requests import BundlePiece, FetchBundle
 from etrain_jupyter.worker.bundles import BundleFetchError, MachineBundles, folder_of
 
 BUNDLE = bytes(range(256)) * 40
@@ -29,11 +30,11 @@ class Head:
         self.may_send = asyncio.Event()
         self.may_send.set()
 
-    async def fetch(self, digest: str, offset: int) -> bytes:
-        assert digest == DIGEST
-        self.offsets.append(offset)
+    async def fetch(self, piece: FetchBundle) -> BundlePiece:
+        assert piece.digest == DIGEST
+        self.offsets.append(piece.offset)
         await self.may_send.wait()
-        return self.data[offset : offset + 1000]
+        return BundlePiece(data=self.data[piece.offset : piece.offset + 1000])
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ async def test_bytes_that_do_not_match_the_digest_are_refused(folder: Path, data
 
 async def test_failed_fetch_does_not_block_the_next_supervisor(folder: Path) -> None:
     class Broken(Head):
-        async def fetch(self, digest: str, offset: int) -> bytes:
+        async def fetch(self, piece: FetchBundle) -> BundlePiece:
             await asyncio.sleep(0.1)
             raise BundleFetchError("gone")
 

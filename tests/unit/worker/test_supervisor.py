@@ -19,6 +19,7 @@ from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire.progress_page import TrainerProgress
 from etrain_jupyter.wire.requests import BundlePiece, FetchBundle, RefusedRequestError, handler_of
 from etrain_jupyter.wire.versions import read_fingerprint
+from etrain_jupyter.worker import bundles
 from etrain_jupyter.worker import supervisor as supervisor_module
 from etrain_jupyter.worker.outbox import Outbox
 from etrain_jupyter.worker.supervisor import Supervisor
@@ -32,30 +33,18 @@ class FakeTrainer:
     made: list[FakeTrainer]
 
     def __init__(
-        self,
-        *,
-        on_message: Any,
-        on_exit: Any,
-        may_read: Any = None,
-        server: Any = None,
-        modules: tuple[str, ...] = (),
+        self, name: str, *, on_message: Any, on_exit: Any, may_read: Any, forks: Any
     ) -> None:
-        self.modules = modules
-        self.name, self.pid = "", 4000 + len(self.made)
+        self.name, self.pid = name, 4000 + len(self.made)
         self.did: list[Any] = []
         self._on_message, self._on_exit, self.may_read = on_message, on_exit, may_read
         self._ended = asyncio.Event()
-        self.forked_from: FakeTrainer | None = None
-        self.can_fork = self.has_forks = self.is_outdated = False
         self.seen = TrainerProgress(
             generation=1, step=4, collectives=9, beats=7, phase="computing", alive_age_s=0.1
         )
         self.made.append(self)
 
-    async def start(self, spare: FakeTrainer | None = None) -> None:
-        self.forked_from = spare
-
-    async def wait_until_started(self) -> None:
+    async def start(self) -> None:
         pass
 
     def progress(self) -> TrainerProgress | None:
@@ -92,6 +81,25 @@ class FakeTrainer:
         await self._ended.wait()
 
 
+class FakeForks:
+    """Forks that note what they are asked."""
+
+    def __init__(self) -> None:
+        self.did: list[Any] = []
+
+    def warm_up(self) -> None:
+        self.did.append("imports torch")
+
+    def learn(self, modules: tuple[str, ...]) -> None:
+        self.did.append(modules)
+
+    def rest(self) -> None:
+        self.did.append("rests")
+
+    def close(self) -> None:
+        self.did.append("ends")
+
+
 class Rig:
     """A supervisor on a worker without a network."""
 
@@ -110,7 +118,11 @@ class Rig:
             scheduler=SimpleNamespace(etrain_bundle=self.etrain_bundle),
         )
         self.folder = folder
-        self.supervisor = Supervisor(device="cpu")
+        self.use(Supervisor(device="cpu"))
+
+    def use(self, supervisor: Supervisor) -> None:
+        self.supervisor, self.forks = supervisor, FakeForks()
+        supervisor.forks = self.forks
 
     def _receive(self, frame: dict[str, Any]) -> None:
         assert frame["op"] == "etrain_report"
@@ -167,6 +179,7 @@ async def rig(monkeypatch, tmp_path):
     FakeTrainer.made = []
     monkeypatch.setattr(supervisor_module, "TrainerProcess", FakeTrainer)
     monkeypatch.setattr(supervisor_module, "BEAT_S", 0.01)
+    monkeypatch.setattr(bundles, "RETRY_S", 0.01)
     found = Rig(tmp_path)
     await found.supervisor.setup(found.worker)
     yield found
@@ -318,161 +331,43 @@ async def test_trainers_are_not_read_while_too_many_reports_are_unacknowledged(r
     assert [line.text for line in rig.said(m.TextLogged)] == ["0", "1"]
 
 
-# --- the warm spare ---
-
-
-async def warm_spare(rig: Rig) -> FakeTrainer:
-    """Return the supervisor's spare, which has imported torch."""
-    await rig.until(lambda: rig.supervisor._spare is not None)
-    spare = rig.supervisor._spare
-    spare.can_fork = True
-    return spare
-
-
-async def test_trainer_that_starts_right_after_another_one_ended_is_forked_from_a_warm_spare(
-    rig, monkeypatch
-):
-    """It imported torch for seconds: the next spare was not warm yet (issue 15)."""
-    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 3600.0)
-    spare = await warm_spare(rig)
-    for name in ("job-1/w1/1", "job-2/w1/1", "job-3/w1/1"):
-        trainer = await rig.start(name)
-        assert trainer.forked_from is spare
-        trainer.kill("its job has ended")
-        await rig.until(lambda trainer=trainer: trainer._ended.is_set())
-    assert spare.did == []
-    assert len(FakeTrainer.made) == 4, "no other process has imported torch"
-
-
-async def test_spare_that_still_imports_becomes_the_trainer(rig, monkeypatch):
-    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 3600.0)
-    await rig.until(lambda: rig.supervisor._spare is not None)
-    spare = rig.supervisor._spare
+async def test_fork_server_imports_torch_at_once_and_the_modules_of_a_job_later(rig, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "IMPORT_DELAY_S", 0.0)
+    assert rig.forks.did == ["imports torch"]
     trainer = await rig.start("job-1/w1/1")
-    assert trainer is spare
 
+    trainer.report(m.PackagesImported(modules=("sklearn", "scipy")))
 
-async def test_next_spare_starts_when_the_trainer_that_was_the_spare_ends(rig, monkeypatch):
-    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 3600.0)
-    await rig.until(lambda: rig.supervisor._spare is not None)
-    trainer = await rig.start("job-1/w1/1")
-    assert rig.supervisor._spare is None
-    trainer.kill("its job has ended")
-    await rig.until(lambda: rig.supervisor._spare is not None)
-
-
-async def test_trainer_is_spawned_if_the_spare_cannot_fork_it(rig, monkeypatch):
-    spare = await warm_spare(rig)
-
-    async def start(self: FakeTrainer, origin: FakeTrainer | None = None) -> None:
-        if origin is not None:
-            raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(FakeTrainer, "start", start)
-    trainer = await rig.start("job-1/w1/1")
-    assert trainer.did == [m.LaunchTrainer]
-    assert rig.supervisor._spare is spare
-
-
-async def test_spare_is_replaced_after_an_installation_and_outlives_the_trainers_it_has_forked(
-    rig, monkeypatch
-):
-    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
-    spare = await warm_spare(rig)
-    first = await rig.start("job-1/w1/1")
-    spare.is_outdated = spare.has_forks = True
-
-    second = await rig.start("job-2/w1/1")
-    assert second.forked_from is None
-    await rig.until(lambda: rig.supervisor._spare not in (None, spare))
-    assert spare.did == [], "the first trainer would end with it"
-
-    spare.has_forks = False
-    first.kill("its job has ended")
-    await rig.until(lambda: spare.did == ["killed: no job needs it"])
-
-
-async def test_spare_with_the_imports_of_the_last_job_replaces_the_spare_once_it_can_fork(
-    rig, monkeypatch
-):
-    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
-    monkeypatch.setattr(supervisor_module, "SUCCESSOR_POLL_S", 0.0)
-    spare = await warm_spare(rig)
-    assert spare.modules == ()
-    first = await rig.start("job-1/w1/1")
-    spare.has_forks = True
-
-    first.report(m.PackagesImported(modules=("sklearn", "scipy")))
-    first.report(m.PackagesImported(modules=("sklearn",)))
-    await rig.until(lambda: rig.supervisor._successor is not None)
-    successor = rig.supervisor._successor
-    second = await rig.start("job-2/w1/1")
-    assert second.forked_from is spare, "no job waits for the successor"
-
-    successor.can_fork = True
-    await rig.until(lambda: rig.supervisor._spare is successor)
-    third = await rig.start("job-3/w1/1")
-    assert successor.modules == ("sklearn", "scipy")
-    assert third.forked_from is successor
-    assert spare.did == [], "its trainers would end with it"
-    assert rig.said(m.TrainerExited) == []
-
-    third.report(m.PackagesImported(modules=("scipy",)))
-    assert rig.supervisor._successor is None, "there is no new module"
-
-
-@pytest.mark.parametrize("ends", [True, False])
-async def test_spare_remains_if_the_imports_of_the_last_job_prevent_forks(
-    rig, monkeypatch, ends: bool
-):
-    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
-    monkeypatch.setattr(supervisor_module, "SUCCESSOR_POLL_S", 0.0)
-    monkeypatch.setattr(supervisor_module, "SUCCESSOR_S", 3600.0 if ends else 0.05)
-    spare = await warm_spare(rig)
-    trainer = await rig.start("job-1/w1/1")
-    trainer.report(m.PackagesImported(modules=("starts_threads",)))
-    await rig.until(lambda: rig.supervisor._successor is not None)
-    successor = rig.supervisor._successor
-    if ends:
-        successor.kill("a module ended the process")
-
-    await rig.until(lambda: successor._ended.is_set() and rig.supervisor._successor is None)
-    await rig.until(lambda: rig.supervisor._spare_modules.current == ())
-    trainer.report(m.PackagesImported(modules=("starts_threads",)))
-    assert rig.supervisor._successor is None
-    assert rig.supervisor._spare is spare
-    assert successor not in rig.supervisor._ending
+    assert rig.forks.did == ["imports torch"]
+    await rig.until(lambda: rig.forks.did[1:] == [("sklearn", "scipy")])
 
 
 # --- a guest among others ---
 
 
-async def test_resting_supervisor_starts_no_process_until_it_is_woken(rig, monkeypatch, tmp_path):
-    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 0.0)
-    FakeTrainer.made = []
+async def test_resting_supervisor_starts_no_process_until_it_is_woken(rig, tmp_path):
     guest = Rig(tmp_path)
-    guest.supervisor = Supervisor(device="cpu", rests=True)
+    guest.use(Supervisor(device="cpu", rests=True))
     await guest.supervisor.setup(guest.worker)
     await asyncio.sleep(0.05)
     assert [type(report) for report in guest.reports] == [m.SupervisorHello]
-    assert FakeTrainer.made == []
+    assert guest.forks.did == []
 
     guest.order(m.WakeSupervisor())
     guest.order(m.WakeSupervisor())
     await guest.until(lambda: len(guest.said(m.Heartbeat)) > 2)
-    (spare,) = FakeTrainer.made
+    assert guest.forks.did == ["imports torch"]
 
     guest.order(m.RestSupervisor())
     await asyncio.sleep(0.05)
     num_beats = len(guest.said(m.Heartbeat))
     await asyncio.sleep(0.05)
     assert len(guest.said(m.Heartbeat)) == num_beats
-    assert spare.did == ["killed: no job needs it"]
-    assert FakeTrainer.made == [spare], "it was not replaced"
 
     guest.order(m.WakeSupervisor())
-    await guest.until(lambda: len(FakeTrainer.made) == 2)
+    assert guest.forks.did == ["imports torch", "rests", "imports torch"]
     await guest.supervisor.teardown(guest.worker)
+    assert guest.forks.did[3:] == ["ends"]
 
 
 async def test_orders_after_the_teardown_are_ignored(rig):
@@ -521,16 +416,11 @@ async def test_interruption_by_a_batch_system_is_reported_while_a_job_uses_the_w
 
 async def test_trainer_whose_process_cannot_be_started_is_reported_as_exited(rig, monkeypatch):
     """The coordinator waited for it for ever."""
-    await rig.until(lambda: rig.supervisor._spare is not None)
-    spare = rig.supervisor._spare
 
     async def fail(self):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(FakeTrainer, "start", fail)
-    monkeypatch.setattr(supervisor_module, "SPARE_DELAY_S", 3600.0)
-    await rig.start("j/w1/1")  # the spare, which runs already
-    assert spare.name == "j/w1/1"
     rig.launch("j/w1/2")
     await rig.until(lambda: rig.said(m.TrainerExited))
 

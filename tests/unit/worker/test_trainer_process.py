@@ -34,7 +34,7 @@ def hold_it_for_ever():
     while True:
         sleep(1000)
 
-page, _ = open_page(PAGE_FD)
+page = open_page(PAGE_FD)
 page.begin(3)
 hold_it_for_ever()
 """
@@ -43,7 +43,7 @@ WRITES_ITS_PROGRESS = """
 import time
 from etrain_jupyter.trainer.main import open_page
 
-page, _ = open_page(PAGE_FD)
+page = open_page(PAGE_FD)
 page.begin(3)
 page.count_collective()
 print("ready", flush=True)
@@ -57,11 +57,11 @@ def script(monkeypatch, tmp_path):
 
     def use(text: str) -> None:
         path = tmp_path / "fake.py"
-        path.write_text("import sys\nFD, PAGE_FD, FORKS_FD = map(int, sys.argv[1:])\n" + text)
+        path.write_text("import sys\nFD, PAGE_FD = map(int, sys.argv[1:])\n" + text)
         real = asyncio.create_subprocess_exec
 
         async def start(program, *args, **options):
-            return await real(program, "-u", str(path), *args[-3:], **options)
+            return await real(program, "-u", str(path), *args[-2:], **options)
 
         monkeypatch.setattr(trainer_process.asyncio, "create_subprocess_exec", start)
 

@@ -1,18 +1,20 @@
-"""Start the fork server of this machine, and connect workers to it.
+"""Start a fork server, and connect workers to it.
 
-The server imports torch once and forks the workers' warm spares (``trainer.fork_server``). Without
-it, each worker spawns its own.
+The server imports torch once and forks the workers' trainers (``trainer.fork_server``). The head of
+a local cluster starts one for all of its workers. Other workers start their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from etrain_jupyter.process.installed import Installed, read_installed
 
@@ -27,12 +29,20 @@ class ForkServerProcess:
 
     Args:
         parent_pipe: Pipe whose end makes the server exit; see ``process.parent_pipe``.
-        log: File for its output.
+        log: File for its output; None for this process's standard error.
         environment: Environment variables that libraries read while they are imported. All others
             come from the worker.
     """
 
-    def __init__(self, *, parent_pipe: int, log: Path, environment: Mapping[str, str]) -> None:
+    command: Sequence[str] = ("-m", "etrain_jupyter.trainer.main", "--serve")
+
+    def __init__(
+        self,
+        *,
+        parent_pipe: int,
+        log: Path | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._parent_pipe = parent_pipe
         self._log = log
         self._environment = environment
@@ -59,14 +69,14 @@ class ForkServerProcess:
         with theirs:
             try:
                 socket.send_fds(self._control, [b"w"], [theirs.fileno()])
-            except OSError:  # it has just ended: its workers spawn their spares
+            except OSError:  # it has just ended
                 ours.close()
                 return None
         return ours
 
     def close(self) -> None:
         """Kill the server. Call this after all workers have exited."""
-        self._retire()
+        self.retire()
         for process in self._ending:
             process.kill()
             process.wait()
@@ -79,14 +89,15 @@ class ForkServerProcess:
             return
         if (code := self._process.poll()) is not None:
             self._num_failures += 1
-            logger.warning("the fork server ended with exit code %d, see %s", code, self._log)
+            log = self._log or "the log of this worker"
+            logger.warning("the fork server ended with exit code %d, see %s", code, log)
         elif self._installed == read_installed():
             return
         else:
             logger.info("packages have been installed: a new fork server is started")
-        self._retire()
+        self.retire()
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
         """Close the control connection. The server ends with the last of its workers."""
         if self._control is not None:
             self._control.close()
@@ -98,15 +109,17 @@ class ForkServerProcess:
     def _start(self) -> None:
         self._installed = read_installed()  # before its imports begin
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with theirs:
+        with theirs, contextlib.ExitStack() as files:
+            log = 2
+            if self._log is not None:
+                log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                files.callback(os.close, log)
             try:
                 self._process = subprocess.Popen(
                     [
                         sys.executable,
-                        # Forked spares inherit these flags: see ``worker.trainer_process``.
-                        *("-u", "-X", "faulthandler", "-m", "etrain_jupyter.trainer.main"),
-                        *("--serve", str(theirs.fileno())),
+                        # Forked trainers inherit these flags: see ``worker.trainer_process``.
+                        *("-u", "-X", "faulthandler", *self.command, str(theirs.fileno())),
                     ],
                     pass_fds=[theirs.fileno()],
                     stdin=self._parent_pipe,
@@ -118,6 +131,4 @@ class ForkServerProcess:
             except OSError as exc:  # out of memory, processes or file descriptors
                 logger.error("the fork server could not be started: %s", exc)
                 self._num_failures += 1
-                self._retire()
-            finally:
-                os.close(log)
+                self.retire()
