@@ -22,7 +22,7 @@ from benchmarks.common import ours, report
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.plugins.planner.planning.measured import MeasuredJob, read_measured
 from etrain_jupyter.process.processes import num_usable_cores
-from etrain_jupyter.rules.policy.step_time import Placement, StepPoint, fit_step_times
+from etrain_jupyter.rules.sizing.step_time import Placement, StepPoint, fit_step_times
 
 BAR = 0.10
 """Maximum median error that passes."""

@@ -18,9 +18,7 @@ from torch import nn
 
 from benchmarks.models.vision_work import MOMENTUM, VisionTask
 from etrain_jupyter.data.batch_key import EVALUATION, fetching
-from etrain_jupyter.rules.policy.adascale import GradientNoise
-from etrain_jupyter.rules.policy.lr_schedule import LrSchedule
-from etrain_jupyter.rules.policy.scaling import Ramp, factor_of
+from etrain_jupyter.rules.learning_rate import GradientNoise, LrSchedule, Ramp, factor_of
 from etrain_jupyter.rules.samples.ledger import Cursor, epoch_order
 from etrain_jupyter.trainer.seeds import seed_all
 

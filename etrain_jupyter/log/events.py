@@ -213,7 +213,7 @@ class WorkersSized(Event):
     offered: int
     """Maximum number of workers of the job."""
     limit: str
-    """See ``rules.policy.goodput.Limit``."""
+    """See ``rules.sizing.goodput.Limit``."""
     goodputs: list[float]
     """Expected goodput in samples per second by number of workers, from 0 to ``workers``; empty
     before it was measured."""
@@ -585,7 +585,7 @@ class CheckpointIntervalChosen(Event):
     loss_rate_per_h: float
     """Expected rate at which all ranks that hold the state are lost."""
     limit: str = ""
-    """The bound that applies, see ``rules.policy.checkpoint_interval``; empty if none."""
+    """The bound that applies, see ``rules.checkpoint_interval``; empty if none."""
     reason: str = ""
     """Explanation as text."""
 

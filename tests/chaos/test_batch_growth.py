@@ -4,7 +4,7 @@ Each worker is a trainer process that is connected to all others. Up to twelve o
 available cores: the result depends only on their number, and the models are small. Changes take
 effect at a known step (``tests/chaos/gates.py``). The setups are those of an experiment in plain
 PyTorch whose findings became the defaults (Lin et al., arXiv 1904.12043, and
-``rules/policy/scaling.py``). A change is judged by the loss on the whole training set after each
+``rules/learning_rate.py``). A change is judged by the loss on the whole training set after each
 step: the highest loss in the 60 steps after the change, divided by the mean of the 20 steps before.
 
 The system differs from that experiment in one point: its epochs end with a smaller step at the full

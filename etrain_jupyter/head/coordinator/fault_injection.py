@@ -9,7 +9,7 @@ from etrain_jupyter.head.coordinator.roster import WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.planned_faults import FATAL
 from etrain_jupyter.log import events
-from etrain_jupyter.rules.policy.chaos import Chaos
+from etrain_jupyter.rules.chaos import Chaos
 from etrain_jupyter.wire.messages import InjectFault
 
 CHAOS_NOTICE_S = 10.0

@@ -11,8 +11,8 @@ from etrain_jupyter.head.coordinator.fault_injection import Injector
 from etrain_jupyter.head.coordinator.nodes import NodeSource
 from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.rules.chaos import FAULT_KINDS, Chaos
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, Chaos
 from etrain_jupyter.wire.messages import RequestCheckpoint
 from etrain_jupyter.wire.requests import UNKNOWN_JOB, RefusedRequestError
 

@@ -13,10 +13,10 @@ from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log import events
 from etrain_jupyter.process.processes import num_usable_cores
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.policy.allocation import Claim, allocate
-from etrain_jupyter.rules.policy.step_time import Placement
-from etrain_jupyter.rules.replay.speed_evidence import SizingView
 from etrain_jupyter.rules.search.shares import StudyShare, share_studies
+from etrain_jupyter.rules.sizing.allocation import Claim, allocate
+from etrain_jupyter.rules.sizing.speed_evidence import SizingView
+from etrain_jupyter.rules.sizing.step_time import Placement
 from etrain_jupyter.wire.versions import PROTOCOL_KEY, WIRE_VERSION, VersionComparison, compare
 
 HAND_BACK_S = 2.0

@@ -10,8 +10,7 @@ from etrain_jupyter.head.coordinator.nodes import NodeCost
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import JobRecord
-from etrain_jupyter.rules.policy.job_costs import JobCosts, RunningCost
-from etrain_jupyter.rules.policy.type_rates import samples_by_type
+from etrain_jupyter.rules.costs import JobCosts, RunningCost, samples_by_type
 
 LOG_INTERVAL_S = 10.0
 """Minimum interval in seconds between cost entries in a job's log, except for the final one."""

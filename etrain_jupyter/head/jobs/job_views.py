@@ -6,8 +6,8 @@ from typing import Any
 
 from etrain_jupyter.head.coordinator.nodes import JobProgress
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
-from etrain_jupyter.rules.policy.step_time import exchange_of
-from etrain_jupyter.rules.policy.type_rates import rates_by_type
+from etrain_jupyter.rules.costs import rates_by_type
+from etrain_jupyter.rules.sizing.step_time import exchange_of
 
 
 def summarize_job(job: HostedJob) -> dict[str, Any]:

@@ -10,11 +10,10 @@ from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log import events
 from etrain_jupyter.log.job_record import JobRecord
+from etrain_jupyter.rules.checkpoint_interval import Evidence, describe_choice
 from etrain_jupyter.rules.membership.membership import JobState
-from etrain_jupyter.rules.policy.checkpoint_interval import describe_choice
-from etrain_jupyter.rules.policy.goodput import Limit, Size, choose_size, describe_size, is_material
-from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
-from etrain_jupyter.rules.replay.speed_evidence import SizingView, SpeedEvidence
+from etrain_jupyter.rules.sizing.goodput import Limit, Size, choose_size, describe_size, is_material
+from etrain_jupyter.rules.sizing.speed_evidence import SizingView, SpeedEvidence
 from etrain_jupyter.wire.messages import PaceUpdate
 
 

@@ -20,7 +20,7 @@ from etrain_jupyter.log.events import (
     RankTimed,
     WorkerJoined,
 )
-from etrain_jupyter.rules.policy.step_time import exchange_of
+from etrain_jupyter.rules.sizing.step_time import exchange_of
 
 MIN_SMALL_STEPS = 3
 """Number of smaller steps from which their duration is known."""

@@ -21,7 +21,7 @@ from etrain_jupyter.insight.diagnosis.step_parts import (
     step_s,
     transfer_s,
 )
-from etrain_jupyter.rules.policy.small_sums import num_rounds, num_sent
+from etrain_jupyter.rules.small_sums import num_rounds, num_sent
 
 FACTOR = 4
 """Factor for batches, passes and intervals."""
@@ -334,7 +334,7 @@ def _exchange_s(transfer_s: float, gradient_bytes: float | None, *, now: int, th
     """Return the time of the exchange between another number of workers, in seconds.
 
     A part of the exchange grows with the bytes that a worker sends, and the rest with the number of
-    messages, see ``rules.policy.small_sums``.
+    messages, see ``rules.sizing.step_time``.
     """
     size = gradient_bytes if gradient_bytes is not None else math.inf
     volume_s = min(transfer_s, num_sent(size, now) * size * SLOW_LINK_S_PER_BYTE)

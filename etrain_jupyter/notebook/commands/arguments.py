@@ -23,7 +23,7 @@ from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.config.vocabulary import known_elsewhere
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.notebook.job.export import FORMATS
-from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, MODES
+from etrain_jupyter.rules.chaos import FAULT_KINDS, MODES
 
 CELL_COMMAND = "distributed"
 """The sub-command that submits a body."""

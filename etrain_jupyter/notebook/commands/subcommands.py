@@ -60,7 +60,7 @@ from etrain_jupyter.notebook.job.track import exhibit_reader, parse_options
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.notebook.study.open_studies import attach_study
 from etrain_jupyter.pools import clusters
-from etrain_jupyter.rules.policy.chaos import MODES
+from etrain_jupyter.rules.chaos import MODES
 from etrain_jupyter.untrusted import plain_line
 
 MAX_PROBLEMS = 10

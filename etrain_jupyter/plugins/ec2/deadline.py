@@ -33,7 +33,7 @@ from etrain_jupyter.head.coordinator.nodes import JobProgress
 from etrain_jupyter.plugins.ec2.head.spare_plan import BootTimes
 from etrain_jupyter.plugins.ec2.head.view import FleetWarning, Machine
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
-from etrain_jupyter.rules.policy.worker_rates import RateMeter, Rates, fit_rates
+from etrain_jupyter.rules.sizing.goodput import RateMeter, Rates, fit_rates
 
 USUAL_LOSSES_PER_NODE_HOUR = 0.6
 """Losses of spot machines in public traces of EC2 GPU machines (p3: 0.61, g4dn: 0.54)."""

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from etrain_jupyter.plugins.ec2.fleet_state import FleetState
-from etrain_jupyter.rules.policy.type_rates import usd_per_1k_samples
+from etrain_jupyter.rules.costs import usd_per_1k_samples
 
 UNKNOWN_SCORE = 5
 VALUE_MARGIN = 1.15

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.members import Member, MemberPhase
+from etrain_jupyter.rules.membership.members import Member, MemberPhase, replace
 from etrain_jupyter.rules.membership.membership import JobState
-from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting
 
 LOST_MEANWHILE = "lost while the scheduler was down"

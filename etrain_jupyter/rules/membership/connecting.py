@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etrain_jupyter.rules.membership.failed_forms import MAX_FAILED_FORMS, FailedForms
-from etrain_jupyter.rules.membership.members import Member
-from etrain_jupyter.rules.membership.membership import JobState, UserError
-from etrain_jupyter.rules.membership.replacing import replace
-from etrain_jupyter.rules.membership.turn import Turn
-from etrain_jupyter.rules.policy.backend import (
+from etrain_jupyter.rules.membership.backend import (
     AUTO,
     GLOO,
     NCCL,
@@ -18,6 +13,10 @@ from etrain_jupyter.rules.policy.backend import (
     shorten_message,
     why_no_nccl,
 )
+from etrain_jupyter.rules.membership.faults import MAX_FAILED_FORMS, FailedForms
+from etrain_jupyter.rules.membership.members import Member, replace
+from etrain_jupyter.rules.membership.membership import JobState, UserError
+from etrain_jupyter.rules.membership.turn import Turn
 
 _GLOO_REMEDY = (
     "Check that the workers can connect to each other on every TCP port (firewall, security group)"

@@ -10,9 +10,8 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import AnnounceChange, RequestBackgroundCheckpoint
 from etrain_jupyter.rules.membership.connecting import count_failed_form, why_retrying
 from etrain_jupyter.rules.membership.forming import form_generation
-from etrain_jupyter.rules.membership.members import Member
+from etrain_jupyter.rules.membership.members import Member, replace
 from etrain_jupyter.rules.membership.membership import JobState, UserError
-from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.saving import (
     close_job,
     is_newest_durable,

@@ -8,9 +8,8 @@ from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import FormGeneration
 from etrain_jupyter.rules.membership.connecting import backend_for, why_gloo
-from etrain_jupyter.rules.membership.members import Member
+from etrain_jupyter.rules.membership.members import Member, replace
 from etrain_jupyter.rules.membership.membership import GenerationState, JobState
-from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.turn import Turn
 
 

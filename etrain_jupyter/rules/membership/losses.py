@@ -5,10 +5,9 @@ from __future__ import annotations
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import ReleaseTrainer
-from etrain_jupyter.rules.membership.health import after_fault
-from etrain_jupyter.rules.membership.members import Member
+from etrain_jupyter.rules.membership.faults import after_fault
+from etrain_jupyter.rules.membership.members import Member, replace
 from etrain_jupyter.rules.membership.membership import UserError
-from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting, start_missing
 
 

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from etrain_jupyter.log.events import TERMINAL_STATUSES, JobStatus
-from etrain_jupyter.rules.membership.failed_forms import NO_FAILED_FORMS, Break, FailedForms
-from etrain_jupyter.rules.membership.health import Health
-from etrain_jupyter.rules.membership.members import Member, MemberPhase, Members
-from etrain_jupyter.rules.membership.replacing import replace
+from etrain_jupyter.rules.membership.faults import NO_FAILED_FORMS, Break, FailedForms, Health
+from etrain_jupyter.rules.membership.members import Member, MemberPhase, Members, replace
 
 JobPhase = Literal["gathering", "running", "changing", "collecting", "closing"]
 Outcome = Literal["finished", "stopped", "failed"]

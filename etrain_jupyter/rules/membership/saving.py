@@ -10,9 +10,8 @@ from etrain_jupyter.log.job_record import KEEP_SAVED
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import SaveCheckpoint
 from etrain_jupyter.rules.membership.forming import form_generation
-from etrain_jupyter.rules.membership.members import Member
+from etrain_jupyter.rules.membership.members import Member, replace
 from etrain_jupyter.rules.membership.membership import Finishing, JobState, Saving
-from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.turn import Turn, end_job, newest_step
 
 SAVE_WAITS_S = (5.0, 10.0, 20.0)

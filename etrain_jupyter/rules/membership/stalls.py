@@ -22,9 +22,8 @@ from __future__ import annotations
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.commands import DumpStacks, KillTrainer
 from etrain_jupyter.rules.membership.losses import count_step_fault, take_trainer_lost
-from etrain_jupyter.rules.membership.members import Member, ProgressReading
+from etrain_jupyter.rules.membership.members import Member, ProgressReading, replace
 from etrain_jupyter.rules.membership.membership import JobState
-from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.saving import saver_of
 from etrain_jupyter.rules.membership.turn import Turn, begin_collecting
 

@@ -22,16 +22,15 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.adoption import take_found
 from etrain_jupyter.rules.membership.commands import Command
 from etrain_jupyter.rules.membership.connecting import why_not_with_nccl
-from etrain_jupyter.rules.membership.failed_forms import Break
+from etrain_jupyter.rules.membership.faults import Break
 from etrain_jupyter.rules.membership.formation import advance
 from etrain_jupyter.rules.membership.losses import (
     exclude_newcomer,
     take_trainer_lost,
     take_worker_gone,
 )
-from etrain_jupyter.rules.membership.members import Member
+from etrain_jupyter.rules.membership.members import Member, replace
 from etrain_jupyter.rules.membership.membership import Failing, JobState, NanLoss, UserError
-from etrain_jupyter.rules.membership.replacing import replace
 from etrain_jupyter.rules.membership.saving import take_saved
 from etrain_jupyter.rules.membership.stalls import check_stalls, excuse_sleep, take_progress
 from etrain_jupyter.rules.membership.turn import (

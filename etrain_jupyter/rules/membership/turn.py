@@ -13,7 +13,7 @@ from etrain_jupyter.rules.membership.commands import (
     ReleaseTrainer,
     StartTrainer,
 )
-from etrain_jupyter.rules.membership.members import Member
+from etrain_jupyter.rules.membership.members import Member, replace
 from etrain_jupyter.rules.membership.membership import (
     Failing,
     Faults,
@@ -28,7 +28,6 @@ from etrain_jupyter.rules.membership.membership import (
     Timings,
     UserError,
 )
-from etrain_jupyter.rules.membership.replacing import replace
 
 
 class Turn:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from etrain_jupyter.rules.policy.allocation import Claim, allocate
+from etrain_jupyter.rules.sizing.allocation import Claim, allocate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from etrain_jupyter.rules.policy import small_sums
+from etrain_jupyter.rules import small_sums
 
 TAG = 1 << 22
 """Message tag; no other exchange of a rank uses it."""

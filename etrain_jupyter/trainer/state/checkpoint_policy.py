@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from etrain_jupyter.config.schema import Interval
-from etrain_jupyter.rules.policy.checkpoint_interval import FIRST_S
+from etrain_jupyter.rules.checkpoint_interval import FIRST_S
 from etrain_jupyter.trainer.state.train_state import Every, Mark, WorkPlan
 from etrain_jupyter.wire.messages import PaceUpdate
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from etrain_jupyter.config.schema import Interval, MetricConfig, TrainConfig
 from etrain_jupyter.rules.membership.stimuli import Progress
-from etrain_jupyter.rules.policy.evaluations import (
+from etrain_jupyter.rules.evaluations import (
     EvaluationRecord,
     Trend,
     add_evaluation,

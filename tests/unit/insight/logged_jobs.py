@@ -12,7 +12,7 @@ import numpy as np
 from etrain_jupyter.log import events as t
 from etrain_jupyter.log.blocks import Block, Events, step_columns
 from etrain_jupyter.notebook.job.history import LatestValues
-from etrain_jupyter.rules.policy.job_costs import JobCosts
+from etrain_jupyter.rules.costs import JobCosts
 
 START = 1e9
 CONFIG: dict[str, Any] = {

@@ -30,7 +30,7 @@ from etrain_jupyter.plugins.planner.planning.line import PlanOptions, plan_job
 from etrain_jupyter.plugins.planner.planning.measured import read_measured
 from etrain_jupyter.plugins.planner.planning.offers import MachineOffer, Market
 from etrain_jupyter.plugins.planner.planning.options import Option, estimates_of, options_of
-from etrain_jupyter.rules.policy.lr_schedule import LrSchedule
+from etrain_jupyter.rules.learning_rate import LrSchedule
 from tests.unit.insight.logged_jobs import CONFIG, START, LoggedJob, logged_job, steps_of
 
 Row = dict[str, Any]

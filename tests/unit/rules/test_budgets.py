@@ -5,7 +5,7 @@ from __future__ import annotations
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.health import HEALTHY_S, Health, after_fault
+from etrain_jupyter.rules.membership.faults import HEALTHY_S, Health, after_fault
 from tests.unit.rules.story import Story
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from etrain_jupyter.rules.policy.adascale import GradientNoise
+from etrain_jupyter.rules.learning_rate import GradientNoise
 from etrain_jupyter.rules.samples.ledger import epoch_order
 from etrain_jupyter.trainer.seeds import seed_all
 from tests.unit.trainer.batch_noise_jobs import NUM_SAMPLES, PER_WORKER, Net, keys, make_data, names

@@ -4,6 +4,6 @@
 
     the job's log        -> measured.py  -> points of the step time, samples left
     pools.yaml, EC2      -> offers.py    -> machine types with prices
-    rules.policy.step_time, both of them -> options.py -> options, Pareto front
+    rules.sizing.step_time, both of them -> options.py -> options, Pareto front
                                             advice.py  -> the recommendation
 """

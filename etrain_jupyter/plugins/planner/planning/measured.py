@@ -27,8 +27,8 @@ from etrain_jupyter.log.events import (
     WorkerJoined,
 )
 from etrain_jupyter.plugins.ec2.type_table import MACHINE_TYPES
-from etrain_jupyter.rules.policy.adascale import GradientNoise
-from etrain_jupyter.rules.policy.step_time import (
+from etrain_jupyter.rules.learning_rate import GradientNoise
+from etrain_jupyter.rules.sizing.step_time import (
     Exchange,
     StepPoint,
     exchange_of,

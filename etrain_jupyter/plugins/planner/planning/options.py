@@ -11,7 +11,7 @@ from etrain_jupyter.plugins.ec2.deadline import USUAL_LOSSES_PER_NODE_HOUR, dera
 from etrain_jupyter.plugins.ec2.type_table import MACHINE_TYPES, MachineType
 from etrain_jupyter.plugins.planner.planning.measured import Hardware, MeasuredJob, most_measured
 from etrain_jupyter.plugins.planner.planning.offers import MachineOffer, Market
-from etrain_jupyter.rules.policy.step_time import (
+from etrain_jupyter.rules.sizing.step_time import (
     NOISE,
     Placement,
     StepPoint,

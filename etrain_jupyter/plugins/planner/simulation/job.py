@@ -10,7 +10,7 @@ from etrain_jupyter.plugins.ec2.deadline import DeadlineTerms, derate_of
 from etrain_jupyter.plugins.ec2.ledger import PriceBook
 from etrain_jupyter.plugins.planner.simulation.market import TYPE, VirtualMarket, VirtualNode
 from etrain_jupyter.plugins.planner.simulation.trace import SpotTrace
-from etrain_jupyter.rules.policy.worker_rates import Rates, rates_of_efficiency
+from etrain_jupyter.rules.sizing.goodput import Rates, rates_of_efficiency
 
 TICK_S = 30.0
 """Interval between two decisions, unless the job has another one, in seconds."""

@@ -1,7 +1,7 @@
 """Simulate a job under several capacity policies against a recorded spot market.
 
 The elastic policies run the pool's own rules: ``fleet.decide`` launches and releases machines, its
-ledger computes their cost, and ``rules.policy.deadline`` decides how many run on demand. A run
+ledger computes their cost, and ``plugins.ec2.deadline`` decides how many run on demand. A run
 starts at a random time of the trace; all policies run from the same times.
 
 Simplified: one worker per machine, one machine type, decisions every 30 s instead of every 5 s, and

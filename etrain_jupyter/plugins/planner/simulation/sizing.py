@@ -21,8 +21,8 @@ from etrain_jupyter.plugins.planner.simulation.job import (
 )
 from etrain_jupyter.plugins.planner.simulation.market import VirtualNode
 from etrain_jupyter.plugins.planner.simulation.speeds import VirtualSpeeds
-from etrain_jupyter.rules.policy.allocation import Claim, allocate
-from etrain_jupyter.rules.policy.goodput import Size, choose_size
+from etrain_jupyter.rules.sizing.allocation import Claim, allocate
+from etrain_jupyter.rules.sizing.goodput import Size, choose_size
 
 Sizing = Literal["fixed", "greedy", "goodput"]
 """Number of workers that a job takes:

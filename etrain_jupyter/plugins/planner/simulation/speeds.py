@@ -11,16 +11,15 @@ import numpy as np
 
 from etrain_jupyter.log import events as t
 from etrain_jupyter.plugins.planner.simulation.job import SimulatedJob
-from etrain_jupyter.rules.policy.goodput import GoodputTerms
-from etrain_jupyter.rules.policy.step_time import Placement, StepTimeModel, exchange_of
-from etrain_jupyter.rules.policy.worker_rates import Rates
-from etrain_jupyter.rules.replay.speed_evidence import (
+from etrain_jupyter.rules.sizing.goodput import GoodputTerms, Rates
+from etrain_jupyter.rules.sizing.speed_evidence import (
     LEAST_S,
     LEAST_STEPS,
     WARM_UP_STEPS,
     SizingView,
     SpeedEvidence,
 )
+from etrain_jupyter.rules.sizing.step_time import Placement, StepTimeModel, exchange_of
 
 STEP_S = 1.0
 """Duration of a step of one worker, in seconds."""

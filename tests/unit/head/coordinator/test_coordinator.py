@@ -16,7 +16,7 @@ from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.head.jobs import job_log
 from etrain_jupyter.log import events
 from etrain_jupyter.log.event_log import read_events
-from etrain_jupyter.rules.policy.chaos import FAULT_KINDS
+from etrain_jupyter.rules.chaos import FAULT_KINDS
 from etrain_jupyter.wire import codec
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q

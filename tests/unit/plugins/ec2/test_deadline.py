@@ -13,7 +13,7 @@ from etrain_jupyter.plugins.ec2.deadline import (
     least_workers,
     on_demand_workers,
 )
-from etrain_jupyter.rules.policy.worker_rates import rates_of_efficiency
+from etrain_jupyter.rules.sizing.goodput import rates_of_efficiency
 
 HOUR = 3600.0
 # 8 workers, one sample per second each; 8 h of work in 10 h.

@@ -10,8 +10,7 @@ import pytest
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.failed_forms import MAX_FAILED_FORMS, MAX_NCCL_FAILURES
-from etrain_jupyter.rules.membership.health import HEALTHY_S
+from etrain_jupyter.rules.membership.faults import HEALTHY_S, MAX_FAILED_FORMS, MAX_NCCL_FAILURES
 from tests.unit.rules.story import Story
 
 SHM = (

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
+import importlib
+import pkgutil
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.rules.membership.members import Member, MemberPhase, Members
+from etrain_jupyter.rules import membership as package
+from etrain_jupyter.rules.membership.members import Member, MemberPhase, Members, replace
+from etrain_jupyter.rules.membership.membership import JobState
 
 PHASES: tuple[MemberPhase, ...] = ("starting", "warm", "ranked", "reported")
 
@@ -55,3 +60,37 @@ def test_change_leaves_the_previous_members_as_they_were():
     after = before.with_member(replace(before["a"], phase="ranked")).without("a")
     assert (before.num_in("starting"), before.of_worker("w1")) == (1, before["a"])
     assert (len(after), after.of_worker("w1")) == (0, None)
+
+
+def classes() -> list[type]:
+    found = set()
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, type) and dataclasses.is_dataclass(value):
+                found.add(value)
+    return sorted(found, key=lambda one: one.__qualname__)
+
+
+@pytest.mark.parametrize("one", classes(), ids=lambda one: one.__qualname__)
+def test_classes_can_be_copied_without_their_initializers(one: type) -> None:
+    assert not hasattr(one, "__slots__")
+    assert not hasattr(one, "__post_init__")
+
+
+def test_copy_equals_that_of_dataclasses_and_leaves_the_original() -> None:
+    member = Member(trainer="j/w1/1", worker="w1", order=3)
+    changed = replace(member, phase="warm", since=4.0)
+    assert changed == dataclasses.replace(member, phase="warm", since=4.0)
+    assert (member.phase, member.since) == ("starting", 0.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        changed.since = 5.0
+
+    state = JobState(job_id="j", min_workers=1, max_workers=4)
+    assert replace(state, step=3) == dataclasses.replace(state, step=3)
+    assert replace(state) == state
+
+
+def test_unknown_field_is_an_error() -> None:
+    member = Member(trainer="j/w1/1", worker="w1", order=3)
+    with pytest.raises(TypeError, match="Member has no field rnak"):
+        replace(member, rnak=3)

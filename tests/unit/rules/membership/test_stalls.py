@@ -7,7 +7,7 @@ import pytest
 from etrain_jupyter.log import events
 from etrain_jupyter.rules.membership import commands as c
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.membership.failed_forms import MAX_FAILED_FORMS
+from etrain_jupyter.rules.membership.faults import MAX_FAILED_FORMS
 from etrain_jupyter.rules.membership.formation import ADMISSION_GRACE_S
 from etrain_jupyter.rules.membership.stalls import KILL_PATIENCE_S
 from tests.unit.rules.story import Story

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etrain_jupyter.log import events as e
-from etrain_jupyter.rules.policy.allocation import Claim, allocate
 from etrain_jupyter.rules.search.rungs import MAX_RUNGS, place_rungs, rung_of
 from etrain_jupyter.rules.search.shares import StudyShare, share_studies
 from etrain_jupyter.rules.search.trial_progress import TrialProgress
@@ -20,6 +19,7 @@ from etrain_jupyter.rules.search.verdicts import (
     judge_study,
     num_to_start,
 )
+from etrain_jupyter.rules.sizing.allocation import Claim, allocate
 from tests.unit.log.spent import PLAIN_STEP
 
 COMMON: dict[str, Any] = {"job_id": "t-000", "seq": 0, "time": 0.0, "generation": 1}

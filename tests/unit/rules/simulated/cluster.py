@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.policy.allocation import Claim, allocate
+from etrain_jupyter.rules.sizing.allocation import Claim, allocate
 from tests.unit.rules.simulated.job import RELEASE_TIMEOUT_S, Job
 from tests.unit.rules.simulated.trainer import Act, Trainer
 

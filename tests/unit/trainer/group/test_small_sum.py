@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.rules.policy import small_sums
+from etrain_jupyter.rules import small_sums
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.group.small_sum import TAG, is_small, sum_small
 from tests.unit.trainer.memory_peers import Mail, MemoryPeers

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from etrain_jupyter.config.schema import ScalingConfig
-from etrain_jupyter.rules.policy.lr_schedule import LrSchedule
-from etrain_jupyter.rules.policy.scaling import Ramp
+from etrain_jupyter.rules.learning_rate import LrSchedule, Ramp
 from etrain_jupyter.trainer.loop.learning_rate import LearningRate, momentum_of
 from etrain_jupyter.wire import messages
 from tests.unit.trainer.loop.test_train_loop import BATCH, NUM_SAMPLES, PLAIN, make_loop

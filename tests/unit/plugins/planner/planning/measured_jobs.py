@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etrain_jupyter.log import events as t
-from etrain_jupyter.rules.policy.step_time import StepTimeModel
+from etrain_jupyter.rules.sizing.step_time import StepTimeModel
 from tests.unit.insight.logged_jobs import CONFIG, START, LoggedJob, steps_of
 from tests.unit.log.spent import NOTHING_ELSE
 

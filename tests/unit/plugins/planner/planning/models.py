@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from etrain_jupyter.rules.policy.step_time import Exchange, Placement, StepTimeModel
+from etrain_jupyter.rules.sizing.step_time import Exchange, Placement, StepTimeModel
 
 MLP_BYTES = 4e7
 

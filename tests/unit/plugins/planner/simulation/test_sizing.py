@@ -17,7 +17,7 @@ from etrain_jupyter.plugins.planner.simulation.sizing import SIZINGS
 from etrain_jupyter.plugins.planner.simulation.speeds import VirtualSpeeds, ring_rates
 from etrain_jupyter.plugins.planner.simulation.table import rows_of, table_of, to_dict
 from etrain_jupyter.plugins.planner.simulation.trace import Slot, SpotTrace
-from etrain_jupyter.rules.policy.goodput import choose_size
+from etrain_jupyter.rules.sizing.goodput import choose_size
 
 HOUR = 3600.0
 

@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.rules.policy.allocation import Claim, allocate
+from etrain_jupyter.rules.sizing.allocation import Claim, allocate
 
 
 def claim(job_id: str, low: int, high: int, *held: str) -> Claim:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from etrain_jupyter.rules.policy.chaos import FAULT_KINDS, Chaos, Strike
+from etrain_jupyter.rules.chaos import FAULT_KINDS, Chaos, Strike
 
 WORKERS = ("w1", "w2", "w3", "w4")
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from etrain_jupyter.rules.policy.evaluations import (
+from etrain_jupyter.rules.evaluations import (
     KEEP_BEST,
     EvaluationRecord,
     Trend,

@@ -1,4 +1,4 @@
-"""Fold a job's speed and gradient noise from its log, for ``rules.policy.goodput``.
+"""Fold a job's speed and gradient noise from its log, for ``rules.sizing.goodput``.
 
 It uses only events, so a coordinator that resumes a job or takes it over knows its speed at once.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etrain_jupyter.log import events as t
-from etrain_jupyter.rules.policy.adascale import GradientNoise
-from etrain_jupyter.rules.policy.goodput import GoodputTerms, progress_of
-from etrain_jupyter.rules.policy.step_time import (
+from etrain_jupyter.rules.learning_rate import GradientNoise
+from etrain_jupyter.rules.sizing.goodput import GoodputTerms, progress_of
+from etrain_jupyter.rules.sizing.step_time import (
     Exchange,
     Placement,
     StepPoint,

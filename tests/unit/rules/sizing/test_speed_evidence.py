@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from etrain_jupyter.log import events as t
-from etrain_jupyter.rules.policy.step_time import Placement
-from etrain_jupyter.rules.replay.speed_evidence import SizingView, SpeedEvidence
+from etrain_jupyter.rules.sizing.speed_evidence import SizingView, SpeedEvidence
+from etrain_jupyter.rules.sizing.step_time import Placement
 from tests.unit.log.spent import NOTHING_ELSE, PLAIN_STEP
 
 VIEW = SizingView(min_workers=1, max_workers=4, placement=Placement(workers_per_machine=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etrain_jupyter.rules.policy.backend import choose_backend
+from etrain_jupyter.rules.membership.backend import choose_backend
 
 
 @pytest.mark.parametrize(

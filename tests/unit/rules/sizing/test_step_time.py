@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etrain_jupyter.rules.policy.step_time import (
+from etrain_jupyter.rules.sizing.step_time import (
     Exchange,
     Placement,
     StepPoint,

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etrain_jupyter.log import events as t
-from etrain_jupyter.rules.policy.checkpoint_interval import (
+from etrain_jupyter.rules.checkpoint_interval import (
     Choice,
     Costs,
+    Evidence,
     Interruptions,
     choose_interval,
     daly_interval,
@@ -19,7 +20,6 @@ from etrain_jupyter.rules.policy.checkpoint_interval import (
     is_material,
     total_loss_rate,
 )
-from etrain_jupyter.rules.replay.checkpoint_evidence import Evidence
 
 HOUR, DAY = 3600.0, 86_400.0
 costs_s = st.floats(1e-4, 1e4)

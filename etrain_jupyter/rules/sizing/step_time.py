@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from etrain_jupyter.rules.policy.small_sums import num_rounds, num_sent
+from etrain_jupyter.rules.small_sums import num_rounds, num_sent
 
 Floats: TypeAlias = NDArray[np.float64]
 Unknown = Literal["batch", "exchange"]

@@ -1,1 +1,0 @@
-"""Policies: scaling, schedules, worker allocation, costs, and checkpoint intervals."""

@@ -1,1 +1,0 @@
-"""Rebuild the inputs of policies from a job's log."""

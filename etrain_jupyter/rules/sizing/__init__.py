@@ -1,0 +1,1 @@
+"""Number of workers of each job: step time, goodput and allocation."""
