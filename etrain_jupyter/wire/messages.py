@@ -75,6 +75,10 @@ class TrainerMessage(Message):
 
     fence: ClassVar[Fence] = Fence.MEMBER
 
+    def __init_subclass__(cls, *, fence: Fence | None = None) -> None:
+        super().__init_subclass__()
+        cls.fence = fence or cls.fence
+
     @property
     def job_id(self) -> str:
         """The trainer's job."""
@@ -134,12 +138,12 @@ class AcknowledgeReports(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class WakeSupervisor(Message):
-    """A job is about to start: send heartbeats and keep a spare trainer warm."""
+    """A job is about to start: send heartbeats and start the fork server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestSupervisor(Message):
-    """No job is active: stop the heartbeats and the spare trainer."""
+    """No job is active: stop the heartbeats and the fork server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,17 +279,13 @@ class JoinGeneration(TrainerMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeaveGeneration(TrainerMessage):
+class LeaveGeneration(TrainerMessage, fence=Fence.GENERATION):
     """Leave the generation after the step that all ranks agree on: its membership is changing."""
-
-    fence: ClassVar[Fence] = Fence.GENERATION
 
 
 @dataclass(frozen=True, kw_only=True)
-class BreakGeneration(TrainerMessage):
+class BreakGeneration(TrainerMessage, fence=Fence.GENERATION):
     """Abort the collectives: a rank is lost, so the current step cannot complete."""
-
-    fence: ClassVar[Fence] = Fence.GENERATION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,24 +318,20 @@ class ShutDownTrainer(TrainerMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreEntry(TrainerReport):
+class StoreEntry(TrainerReport, fence=Fence.GENERATION):
     """A key of the generation's rendezvous store. The coordinator relays it to the other ranks."""
 
     key: str
     value: bytes
 
-    fence: ClassVar[Fence] = Fence.GENERATION
-
 
 @dataclass(frozen=True, kw_only=True)
-class RankKeys(TrainerMessage):
+class RankKeys(TrainerMessage, fence=Fence.GENERATION):
     """The values that all ranks of a generation have published under a topic, see ``RankKey``."""
 
     topic: str
     values: bytes
     """In rank order, as packed by ``wire.rank_values``."""
-
-    fence: ClassVar[Fence] = Fence.GENERATION
 
 
 # --- trainer to supervisor, forwarded to the coordinator ---
@@ -345,7 +341,7 @@ class RankKeys(TrainerMessage):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankKey(TrainerReport):
+class RankKey(TrainerReport, fence=Fence.GENERATION):
     """A value that every rank of the generation publishes once, to connect.
 
     The coordinator collects those of all W ranks and sends them to each rank in one message, so
@@ -354,8 +350,6 @@ class RankKey(TrainerReport):
 
     topic: str
     value: bytes
-
-    fence: ClassVar[Fence] = Fence.GENERATION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,7 +362,7 @@ class SpareReady(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class PackagesImported(Message):
-    """Modules of installed packages that a job has imported; the next spare imports them, too."""
+    """Modules of installed packages that a job has imported; the fork server imports them, too."""
 
     modules: tuple[str, ...]
     """Names in the order of the imports."""
@@ -395,7 +389,7 @@ class TrainerHello(TrainerReport):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationJoined(TrainerReport):
+class GenerationJoined(TrainerReport, fence=Fence.GENERATION):
     """The rank is connected and holds the state."""
 
     step: int = 0
@@ -405,11 +399,9 @@ class GenerationJoined(TrainerReport):
     wrap_s: float = 0.0
     sync_bytes: int = 0
 
-    fence: ClassVar[Fence] = Fence.GENERATION
-
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationLeft(TrainerReport):
+class GenerationLeft(TrainerReport, fence=Fence.GENERATION):
     """The rank has left its generation."""
 
     progress: Progress
@@ -430,43 +422,33 @@ class GenerationLeft(TrainerReport):
     is_source: bool = False
     """True if this rank's own share of that loss was not finite."""
 
-    fence: ClassVar[Fence] = Fence.GENERATION
-
 
 @dataclass(frozen=True, kw_only=True)
-class StepsTrained(TrainerReport):
+class StepsTrained(TrainerReport, fence=Fence.GENERATION):
     """Rank 0 has committed steps: one message covers about 50 ms."""
 
     records: tuple[StepRecord, ...]
 
-    fence: ClassVar[Fence] = Fence.GENERATION
-
 
 @dataclass(frozen=True, kw_only=True)
-class EvalFinished(TrainerReport):
+class EvalFinished(TrainerReport, fence=Fence.GENERATION):
     """Rank 0 reports an evaluation."""
 
     record: Annotated[dict[str, Any], EventFields(events.EvalCompleted)]
 
-    fence: ClassVar[Fence] = Fence.GENERATION
-
 
 @dataclass(frozen=True, kw_only=True)
-class EvalScoreFound(TrainerReport):
+class EvalScoreFound(TrainerReport, fence=Fence.GENERATION):
     """A rank reports the scores of an evaluation."""
 
     record: Annotated[dict[str, Any], EventFields(events.EvalScored)]
 
-    fence: ClassVar[Fence] = Fence.GENERATION
-
 
 @dataclass(frozen=True, kw_only=True)
-class EvalScoreLost(TrainerReport):
+class EvalScoreLost(TrainerReport, fence=Fence.GENERATION):
     """No rank holds the records of an evaluation any more, and its weights have moved on."""
 
     step: int
-
-    fence: ClassVar[Fence] = Fence.GENERATION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -483,23 +465,19 @@ class ExhibitFound(TrainerReport):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BestFound(TrainerReport):
+class BestFound(TrainerReport, fence=Fence.GENERATION):
     """Rank 0 reports the best evaluation so far."""
 
     record: Annotated[dict[str, Any], EventFields(events.BestReached)]
 
-    fence: ClassVar[Fence] = Fence.GENERATION
-
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsFingerprinted(TrainerReport):
+class WeightsFingerprinted(TrainerReport, fence=Fence.GENERATION):
     """A rank reports the fingerprint of its weights, on which all ranks must agree."""
 
     step: int
     rank: int
     digest: str
-
-    fence: ClassVar[Fence] = Fence.GENERATION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -510,37 +488,31 @@ class RankTimesMeasured(TrainerReport):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointWritten(TrainerReport):
+class CheckpointWritten(TrainerReport, fence=Fence.NEVER):
     """A checkpoint is durable."""
 
     record: Annotated[dict[str, Any], EventFields(events.CheckpointCommitted)]
 
-    fence: ClassVar[Fence] = Fence.NEVER
-
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointNotWritten(TrainerReport):
+class CheckpointNotWritten(TrainerReport, fence=Fence.NEVER):
     """A checkpoint could not be written."""
 
     step: int
     error: str
 
-    fence: ClassVar[Fence] = Fence.NEVER
-
 
 @dataclass(frozen=True, kw_only=True)
-class UserCodeFailed(TrainerReport):
+class UserCodeFailed(TrainerReport, fence=Fence.GENERATION_IF_ANY):
     """The notebook's code raised an exception."""
 
     progress: Progress
     error: str
     traceback: str
 
-    fence: ClassVar[Fence] = Fence.GENERATION_IF_ANY
-
 
 @dataclass(frozen=True, kw_only=True)
-class TextLogged(TrainerReport):
+class TextLogged(TrainerReport, fence=Fence.NEVER):
     """A line for the log: printed by the notebook's code, or a message from the trainer."""
 
     level: str
@@ -548,8 +520,6 @@ class TextLogged(TrainerReport):
     text: str
     is_printed: bool = False
     """True if the notebook's code printed it; the log limits the number of such lines."""
-
-    fence: ClassVar[Fence] = Fence.NEVER
 
 
 @dataclass(frozen=True, kw_only=True)

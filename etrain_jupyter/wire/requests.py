@@ -12,6 +12,7 @@ the version, so that both ends detect a peer with another version::
 from __future__ import annotations
 
 import logging
+import typing
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -176,25 +177,25 @@ class Request(Generic[R]):
 
     op: ClassVar[str]
     """Name of the Dask handler."""
-    reply: ClassVar[type[Any]] = Done
+    reply: ClassVar[type[Any]]
+
+    def __init_subclass__(cls, *, op: str = "") -> None:
+        super().__init_subclass__()
+        cls.op = op or cls.op
+        (cls.reply,) = typing.get_args(cls.__dict__["__orig_bases__"][0])
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitJob(Request[Submitted]):
+class SubmitJob(Request[Submitted], op="etrain_submit"):
     """Submit a job."""
-
-    op: ClassVar[str] = "etrain_submit"
-    reply: ClassVar[type[Any]] = Submitted
 
     job: dict[str, Any]
     """The fields of ``head.jobs.job_spec.JobSpec``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PutBundle(Request[Done]):
+class PutBundle(Request[Done], op="etrain_put_bundle"):
     """Store a piece of a job's bundle."""
-
-    op: ClassVar[str] = "etrain_put_bundle"
 
     job: dict[str, Any]
     offset: int
@@ -202,30 +203,21 @@ class PutBundle(Request[Done]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FetchBundle(Request[BundlePiece]):
+class FetchBundle(Request[BundlePiece], op="etrain_bundle"):
     """Return the next piece of an active job's bundle. Sent by supervisors."""
-
-    op: ClassVar[str] = "etrain_bundle"
-    reply: ClassVar[type[Any]] = BundlePiece
 
     digest: str
     offset: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListJobs(Request[JobList]):
+class ListJobs(Request[JobList], op="etrain_jobs"):
     """Return the cluster's jobs."""
-
-    op: ClassVar[str] = "etrain_jobs"
-    reply: ClassVar[type[Any]] = JobList
 
 
 @dataclass(frozen=True, kw_only=True)
-class FetchEvents(Request[EventBatch]):
+class FetchEvents(Request[EventBatch], op="etrain_events"):
     """Return a job's events after ``since``; wait until there is one."""
-
-    op: ClassVar[str] = "etrain_events"
-    reply: ClassVar[type[Any]] = EventBatch
 
     job_id: str
     since: int = 0
@@ -235,11 +227,8 @@ class FetchEvents(Request[EventBatch]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlJob(Request[Outcome]):
+class ControlJob(Request[Outcome], op="etrain_request"):
     """Control an active job: stop, pause, scale ..."""
-
-    op: ClassVar[str] = "etrain_request"
-    reply: ClassVar[type[Any]] = Outcome
 
     job_id: str
     request: str
@@ -247,29 +236,20 @@ class ControlJob(Request[Outcome]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListWorkers(Request[WorkerList]):
+class ListWorkers(Request[WorkerList], op="etrain_workers"):
     """Return a job's workers."""
-
-    op: ClassVar[str] = "etrain_workers"
-    reply: ClassVar[type[Any]] = WorkerList
 
     job_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class DescribeCluster(Request[ClusterFacts]):
+class DescribeCluster(Request[ClusterFacts], op="etrain_describe"):
     """Return the cluster's state."""
-
-    op: ClassVar[str] = "etrain_describe"
-    reply: ClassVar[type[Any]] = ClusterFacts
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShutDownCluster(Request[ShuttingDown]):
+class ShutDownCluster(Request[ShuttingDown], op="etrain_down"):
     """Save and stop all jobs, and shut down the cluster unless it has a foreign scheduler."""
-
-    op: ClassVar[str] = "etrain_down"
-    reply: ClassVar[type[Any]] = ShuttingDown
 
     drain_s: float = SAVE_S
     """Maximum wait for checkpoints in seconds; the reply comes after it."""
@@ -278,73 +258,51 @@ class ShutDownCluster(Request[ShuttingDown]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoveCoordinator(Request[Done]):
+class RemoveCoordinator(Request[Done], op="etrain_forget"):
     """Remove our coordinator from a foreign scheduler."""
-
-    op: ClassVar[str] = "etrain_forget"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitStudy(Request[Submitted]):
+class SubmitStudy(Request[Submitted], op="etrain_submit_study"):
     """Start a study, or resume one that has ended."""
-
-    op: ClassVar[str] = "etrain_submit_study"
-    reply: ClassVar[type[Any]] = Submitted
 
     study: dict[str, Any]
     """The fields of ``head.studies.study_spec.StudySpec``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StopStudy(Request[Outcome]):
+class StopStudy(Request[Outcome], op="etrain_stop_study"):
     """Stop a running study; its trials save checkpoints."""
-
-    op: ClassVar[str] = "etrain_stop_study"
-    reply: ClassVar[type[Any]] = Outcome
 
     study_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class TouchCluster(Request[ClusterIdentity]):
+class TouchCluster(Request[ClusterIdentity], op="etrain_pool_touch"):
     """Reset the cluster's idle timer, because a job is about to be submitted."""
-
-    op: ClassVar[str] = "etrain_pool_touch"
-    reply: ClassVar[type[Any]] = ClusterIdentity
 
 
 @dataclass(frozen=True, kw_only=True)
-class WantWorkers(Request[WorkersPresent]):
+class WantWorkers(Request[WorkersPresent], op="etrain_pool_want"):
     """Keep at least ``count`` workers, even if the jobs need fewer."""
-
-    op: ClassVar[str] = "etrain_pool_want"
-    reply: ClassVar[type[Any]] = WorkersPresent
 
     count: int
     reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListNodes(Request[NodeList]):
+class ListNodes(Request[NodeList], op="etrain_pool_nodes"):
     """Return the pool's nodes."""
 
-    op: ClassVar[str] = "etrain_pool_nodes"
-    reply: ClassVar[type[Any]] = NodeList
-
 
 @dataclass(frozen=True, kw_only=True)
-class ListCosts(Request[CostList]):
+class ListCosts(Request[CostList], op="etrain_pool_costs"):
     """Return each node's cost so far."""
 
-    op: ClassVar[str] = "etrain_pool_costs"
-    reply: ClassVar[type[Any]] = CostList
-
 
 @dataclass(frozen=True, kw_only=True)
-class ReleaseWorker(Request[Done]):
+class ReleaseWorker(Request[Done], op="etrain_pool_release"):
     """Stop a worker gracefully."""
-
-    op: ClassVar[str] = "etrain_pool_release"
 
     worker: str
     drain_s: float
@@ -352,10 +310,8 @@ class ReleaseWorker(Request[Done]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KillWorker(Request[Done]):
+class KillWorker(Request[Done], op="etrain_pool_kill"):
     """Kill a worker."""
-
-    op: ClassVar[str] = "etrain_pool_kill"
 
     worker: str
 
