@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.process.cluster_dir import START_FAILED, ClusterDir
-from etrain_jupyter.process.parent_pipe import adopt_orphans
+from etrain_jupyter.process.entry import adopt_orphans
 from etrain_jupyter.process.processes import kill_processes_of
 from etrain_jupyter.process.start_lock import remove_start_lock, start_lock
 

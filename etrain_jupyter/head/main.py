@@ -28,10 +28,8 @@ from etrain_jupyter.errors import PoolError
 from etrain_jupyter.head.head_coordinator import HeadCoordinator
 from etrain_jupyter.head.node_source import HeadFacts, HeadNodes
 from etrain_jupyter.plugin import load
-from etrain_jupyter.process.cluster_dir import READY, START_FAILED, ClusterDir
-from etrain_jupyter.process.entry import collect_garbage_rarely, log_to_stderr
-from etrain_jupyter.process.machine_load import Load, write_load
-from etrain_jupyter.process.parent_pipe import die_with_parent
+from etrain_jupyter.process.cluster_dir import READY, START_FAILED, ClusterDir, Load, write_load
+from etrain_jupyter.process.entry import collect_garbage_rarely, die_with_parent, log_to_stderr
 from etrain_jupyter.process.peers import WORKER_REQUESTS, restricted
 from etrain_jupyter.process.start_lock import start_lock
 from etrain_jupyter.process.tls import (

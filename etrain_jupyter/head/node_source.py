@@ -18,7 +18,7 @@ class HeadFacts:
     cluster: ClusterDir
     settings: ClusterSettings
     parent_pipe: int
-    """Pipe that worker processes on this machine inherit; see ``process.parent_pipe``."""
+    """Pipe that worker processes on this machine inherit; see ``process.entry``."""
     incarnation: int
     """Incarnation number of the scheduler, from 1."""
     is_connected: Callable[[str], bool]

@@ -9,7 +9,7 @@
         ├── settings.json        the cluster's settings
         ├── cluster.json         written last, when the scheduler listens; removed first
         ├── slots.json           worker slots, as detected by the first scheduler
-        ├── load.json            number of workers and idle time, see ``machine_load``
+        ├── load.json            number of workers and idle time, see ``Load``
         ├── workers/             one file per worker process: its pid and slot
         ├── held                 number of workers to keep regardless of demand
         ├── jobs/                one folder per unfinished job: what the next scheduler needs
@@ -45,6 +45,8 @@ READY = b"ready\n"
 error."""
 START_FAILED = 3
 """Exit code of a head that never started serving."""
+
+LOAD_FILE = "load.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,3 +266,34 @@ def remove_stale(root: Path) -> None:
             # Processes started by user code may have outlived their trainers.
             kill_processes_of(cluster.cluster_id)
             cluster.remove()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Content of ``load.json``, readable without contacting the scheduler.
+
+    Contacting it requires Dask, whose modules have circular imports: importing Dask in a background
+    thread of the kernel fails if a cell first imports it at the same moment.
+    """
+
+    workers: int
+    """Number of worker processes, including those still starting."""
+    idle_since: float | None
+    """When the last job ended, in seconds since the epoch; None while a job runs."""
+
+
+def write_load(cluster: ClusterDir, load: Load) -> None:
+    """Record the load of a cluster.
+
+    Raises:
+        OSError: If the cluster's folder was deleted.
+    """
+    write_private(cluster.path / LOAD_FILE, json.dumps(dataclasses.asdict(load)))
+
+
+def read_load(cluster: ClusterDir) -> Load | None:
+    """Return the recorded load of a cluster, or None if it is not known yet."""
+    try:
+        return Load(**json.loads((cluster.path / LOAD_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import site
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-
-from etrain_jupyter.process.installed import Installed, read_installed
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class ForkServerProcess:
     """The fork server, which is started with the first worker.
 
     Args:
-        parent_pipe: Pipe whose end makes the server exit; see ``process.parent_pipe``.
+        parent_pipe: Pipe whose end makes the server exit; see ``process.entry``.
         log: File for its output; None for this process's standard error.
         environment: Environment variables that libraries read while they are imported. All others
             come from the worker.
@@ -132,3 +132,24 @@ class ForkServerProcess:
                 logger.error("the fork server could not be started: %s", exc)
                 self._num_failures += 1
                 self.retire()
+
+
+Installed = tuple[int, ...]
+
+
+def read_installed() -> Installed:
+    """Return a value that changes when a package is installed, updated or removed.
+
+    It consists of the modification times of the folders of packages. An installer adds or removes
+    entries there, at the very least the one whose name contains the version.
+    """
+    paths = sysconfig.get_paths()
+    folders = {paths["purelib"], paths["platlib"], site.getusersitepackages()}
+    return tuple(_modified_at(folder) for folder in sorted(folders))
+
+
+def _modified_at(folder: str) -> int:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except OSError:
+        return 0

@@ -31,7 +31,7 @@ import socket
 import sys
 from dataclasses import dataclass
 
-from etrain_jupyter.process.parent_pipe import kill_with_parent
+from etrain_jupyter.process.entry import kill_with_parent
 from etrain_jupyter.trainer.imports import import_modules
 from etrain_jupyter.wire.fork_records import NUM_FDS, RECORD, Kind
 
@@ -39,7 +39,7 @@ MAX_REQUEST = 1 << 20
 """Largest size of a request in bytes: a record with the environment or the names of modules."""
 
 KEEPER_PIPE = 0
-"""Standard input is the pipe that ends with the keeper (``process.parent_pipe``). It is read here
+"""Standard input is the pipe that ends with the keeper (``process.entry``). It is read here
 instead of in a thread, because a process with threads must not fork."""
 
 PROBE_S = 5.0

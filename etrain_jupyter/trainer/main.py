@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from etrain_jupyter.process.parent_pipe import kill_with_parent
+from etrain_jupyter.process.entry import kill_with_parent
 from etrain_jupyter.wire.channel import Channel
 from etrain_jupyter.wire.messages import LaunchTrainer, SpareReady
 from etrain_jupyter.wire.progress_page import ProgressPage, start_pulse

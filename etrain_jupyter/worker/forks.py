@@ -24,8 +24,7 @@ import socket
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from etrain_jupyter.process.fork_server import ForkServerProcess
-from etrain_jupyter.process.installed import read_installed
+from etrain_jupyter.process.fork_server import ForkServerProcess, read_installed
 from etrain_jupyter.wire.fork_records import RECORD, Kind
 
 logger = logging.getLogger("etrain.supervisor")

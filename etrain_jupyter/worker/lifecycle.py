@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from etrain_jupyter.plugin import load
-from etrain_jupyter.process.parent_pipe import die_with_keeper
+from etrain_jupyter.process.entry import die_with_keeper
 from etrain_jupyter.process.peers import restricted
 from etrain_jupyter.process.tls import configure_dask, read_security, without_http
 from etrain_jupyter.worker.forks import Forks

@@ -14,8 +14,7 @@ from typing import Any
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.dashboard.side_panel import OtherJobs
 from etrain_jupyter.notebook.job.run_store import RunStore
-from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs
-from etrain_jupyter.process.machine_load import read_load
+from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs, read_load
 
 MAX_CHECKED_JOBS = 50
 """Maximum number of jobs to check, newest first. Each check reads a file, and older jobs are rarely

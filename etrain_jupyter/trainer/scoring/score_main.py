@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 
 from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
-from etrain_jupyter.process.parent_pipe import die_with_parent
+from etrain_jupyter.process.entry import die_with_parent
 from etrain_jupyter.trainer.references import WorkloadError
 from etrain_jupyter.trainer.scoring.exhibits import result_of
 from etrain_jupyter.trainer.scoring.records import unpack_all

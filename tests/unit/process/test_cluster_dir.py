@@ -8,11 +8,13 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from etrain_jupyter.errors import PoolError
+from etrain_jupyter.pools.local.pool import describe_load
 from etrain_jupyter.process import state_root as state_root_module
 from etrain_jupyter.process.cluster_dir import ClusterDir, remove_stale
 from etrain_jupyter.process.cluster_settings import ClusterSettings
@@ -25,6 +27,7 @@ from etrain_jupyter.process.processes import (
 )
 from etrain_jupyter.process.start_lock import remove_start_lock, start_lock
 from etrain_jupyter.process.state_root import open_state_root, state_root
+from etrain_jupyter.wire.requests import ClusterFacts
 
 
 @pytest.fixture
@@ -190,3 +193,15 @@ def test_other_python_or_package_version_has_separate_clusters(
 
     assert len({own, other_version, state_root_module.environment_key()}) == 3
     assert platform.node() not in own
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"workers": 1, "jobs": 1, "idle_s": 0.0}, "1 worker, 1 job"),
+        ({"workers": 3, "jobs": 2, "idle_s": 0.0}, "3 workers, 2 jobs"),
+        ({"workers": 2, "jobs": 0, "idle_s": 7.4}, "2 workers, no job, idle for 7 s"),
+    ],
+)
+def test_only_a_cluster_without_jobs_is_idle(facts: dict[str, Any], expected: str) -> None:
+    assert describe_load(ClusterFacts(cluster_id="c", pid=1, **facts)) == expected

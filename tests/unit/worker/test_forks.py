@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from etrain_jupyter.process import installed
+from etrain_jupyter.process import fork_server
 from etrain_jupyter.process.fork_server import MAX_FAILURES, ForkServerProcess
 from etrain_jupyter.wire.codec import Encoded, encode
 from etrain_jupyter.wire.fork_records import RECORD, Kind
@@ -303,7 +303,7 @@ async def test_server_that_keeps_failing_is_not_restarted(
 async def test_installed_package_replaces_the_server(
     process: ForkServerProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(installed.site, "getusersitepackages", lambda: str(tmp_path / "packages"))
+    monkeypatch.setattr(fork_server.site, "getusersitepackages", lambda: str(tmp_path / "packages"))
     forks = connected(process)
     before, server = process._process.pid, forks._server
     assert server.is_usable
@@ -407,9 +407,9 @@ async def test_fork_fails_if_no_descriptor_is_left_to_supervise_the_trainer() ->
 
 
 def test_installation_of_a_package_is_detected(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(installed.site, "getusersitepackages", lambda: str(tmp_path))
-    before = installed.read_installed()
-    assert installed.read_installed() == before
+    monkeypatch.setattr(fork_server.site, "getusersitepackages", lambda: str(tmp_path))
+    before = fork_server.read_installed()
+    assert fork_server.read_installed() == before
     (tmp_path / "timm-1.0.dist-info").mkdir()
     os.utime(tmp_path, ns=(1, 1))  # some file systems have a coarse clock
-    assert installed.read_installed() != before
+    assert fork_server.read_installed() != before

@@ -15,8 +15,8 @@ from etrain_jupyter.process.processes import wait_until
 ROOT = Path(__file__).parents[3]
 CHILD = """if True:
     import os, subprocess, sys, time
-    from etrain_jupyter.process import parent_pipe
-    parent_pipe.die_with_parent(int(sys.argv[1]))
+    from etrain_jupyter.process import entry
+    entry.die_with_parent(int(sys.argv[1]))
     child = subprocess.Popen(["sleep", "60"])
     print(child.pid, os.path.sameopenfile(0, os.open(os.devnull, os.O_RDONLY)), flush=True)
     time.sleep(60)

@@ -22,7 +22,7 @@ from etrain_jupyter.plugins.slurm.simulator.options import (
     parse_scancel,
     parse_squeue,
 )
-from etrain_jupyter.process.parent_pipe import die_with_keeper
+from etrain_jupyter.process.entry import die_with_keeper
 
 TICK_S = 0.02
 FAILED = "sbatch: error: Batch job submission failed: "

@@ -15,9 +15,8 @@ from etrain_jupyter.notebook.commands import other_jobs
 from etrain_jupyter.notebook.job import run_store
 from etrain_jupyter.notebook.job.cluster_location import ClusterLocation
 from etrain_jupyter.notebook.job.run_store import RunStore
-from etrain_jupyter.process.cluster_dir import ClusterDir
+from etrain_jupyter.process.cluster_dir import LOAD_FILE, ClusterDir, Load, write_load
 from etrain_jupyter.process.cluster_settings import ClusterSettings
-from etrain_jupyter.process.machine_load import LOAD_FILE, Load, write_load
 from etrain_jupyter.process.state_root import open_state_root
 
 
