@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from etrain_jupyter.config.schema import ScalingConfig, TrainConfig
-from etrain_jupyter.rules.learning_rate import GradientNoise
-from etrain_jupyter.rules.learning_rate import LrSchedule
-from etrain_jupyter.rules.learning_rate import Ramp, Rule, factor_of
+from etrain_jupyter.rules.learning_rate import GradientNoise, LrSchedule, Ramp, Rule, factor_of
 from etrain_jupyter.trainer.feature import Step, StepFeature
 from etrain_jupyter.trainer.gradients.averaged import square_norm
 from etrain_jupyter.trainer.state.capture import Stateful

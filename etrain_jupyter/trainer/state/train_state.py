@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from etrain_jupyter.config.schema import Interval, MetricConfig, TrainConfig
-from etrain_jupyter.rules.membership.stimuli import Progress
 from etrain_jupyter.rules.evaluations import (
     EvaluationRecord,
     Trend,
     add_evaluation,
     describe_early_stop,
 )
+from etrain_jupyter.rules.membership.stimuli import Progress
 from etrain_jupyter.rules.samples import ledger
 from etrain_jupyter.rules.samples.block_order import BlockLayout
 from etrain_jupyter.trainer.references import WorkloadError
