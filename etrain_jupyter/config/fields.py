@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    ValidationInfo,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -42,6 +44,25 @@ def check_word(value: Any, known: Sequence[str], *, usual: str = "", hint: str =
     hint = hint or did_you_mean(str(value), known) or f"write {usual}"
     words = f"{', '.join(known[:-1])} or {known[-1]}"
     raise fault(f"{{key}} must be {words}, not {in_words(value)}", hint=hint)
+
+
+def words(also: Mapping[Any, Any] | None = None, /, **usual: str) -> Any:
+    """Return a validator for fields of a ``Section`` that are enumerations.
+
+    Args:
+        also: Values that stand for others, such as ``{None: "none"}``.
+        usual: Fields, each with the word to suggest if no accepted word is similar.
+    """
+
+    def check(cls: type[Section], value: Any, info: ValidationInfo) -> Any:
+        if also and (value is None or isinstance(value, str)) and value in also:
+            return also[value]
+        name = str(info.field_name)
+        kind = cls.model_fields[name].annotation
+        known = get_args(kind) if get_origin(kind) is Literal else get_args(get_args(kind)[0])
+        return check_word(value, known, usual=f"{name}: {usual[name]}")
+
+    return field_validator(*usual, mode="before")(check)
 
 
 class Section(BaseModel):

@@ -7,7 +7,7 @@ All validation happens here, once, so that other modules can rely on a ``TrainCo
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,6 +20,7 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from etrain_jupyter.config.fields import (
     Interval,
@@ -29,6 +30,7 @@ from etrain_jupyter.config.fields import (
     check_word,
     fault,
     interval_parts,
+    words,
 )
 from etrain_jupyter.config.source_map import did_you_mean, in_words
 from etrain_jupyter.config.store_url import S3, split_s3_url
@@ -166,9 +168,6 @@ def _checked_name(text: str, path: tuple[str, ...]) -> str:
     raise fault(f"unknown optimizer '{text}'", hint=hint or names, path=path)
 
 
-DECAYS = ("none", "linear", "cosine")
-
-
 class ScheduleConfig(Section):
     """Learning rate schedule, counted in samples."""
 
@@ -194,7 +193,7 @@ class ScheduleConfig(Section):
             return "none"
         # constant_with_warmup, cosine_with_restarts, CosineAnnealingLR, polynomial ...
         usual = {"con": "none", "cos": "cosine"}.get(str(value)[:3].lower(), "linear")
-        return check_word(value, DECAYS, usual=f"decay: {usual}")
+        return check_word(value, ("none", "linear", "cosine"), usual=f"decay: {usual}")
 
 
 INSTEAD: dict[str, JsonValue] = {"instead_of": "global"}
@@ -281,15 +280,6 @@ class BatchConfig(Section):
         return value
 
 
-COMPRESSIONS = ("none", "bf16", "fp16", "powersgd")
-
-SHARDS = ("none", "optimizer")
-
-BACKENDS = ("auto", "nccl", "gloo")
-
-RULES = ("none", "linear", "sqrt", "adascale")
-
-
 class ScalingConfig(Section):
     """Scaling of the learning rate when the batch grows and shrinks with the workers."""
 
@@ -305,14 +295,8 @@ class ScalingConfig(Section):
     max_scale: Annotated[float | None, Field(ge=1, allow_inf_nan=False, examples=[8])] = None
     """Maximum factor of the learning rate; no limit by default."""
 
-    @field_validator("rule", mode="before")
-    @classmethod
-    def _known_rule(cls, value: Any) -> Any:
-        # None stands for auto here, because the rule depends on the optimizer, which is in another
-        # group.
-        if value in (None, "auto"):
-            return None
-        return check_word(value, RULES, usual="rule: linear")
+    # None stands for auto, because the rule depends on the optimizer, which is in another group.
+    _words = words({None: None, "auto": None}, rule="linear")
 
     @field_validator("ramp", mode="before")
     @classmethod
@@ -330,10 +314,6 @@ def _parse_steps(value: Any) -> Any:
             f"{{key}} is counted in steps, not '{value}'", hint="write for example '10 steps'"
         )
     return int(parts["value"])
-
-
-MODES = ("min", "max")
-NAN_REACTIONS = ("fail", "pause")
 
 
 class EvalConfig(Section):
@@ -392,10 +372,7 @@ class MetricConfig(Section):
             )
         return data
 
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _known_mode(cls, value: Any) -> Any:
-        return check_word(value, MODES, usual="mode: max if more is better")
+    _words = words(mode="max if more is better")
 
 
 class EarlyStoppingConfig(MetricConfig):
@@ -445,9 +422,6 @@ class CheckpointConfig(Section):
         return value
 
 
-TARGETS = ("max", "goodput")
-
-
 class WorkersConfig(Section):
     """Number of workers that may train at the same time."""
 
@@ -461,12 +435,7 @@ class WorkersConfig(Section):
     """Workers to take between min and max: max takes all that the pool has; goodput adds a worker
     only while it is worth its cost, or the pool's deadline requires it."""
 
-    @field_validator("target", mode="before")
-    @classmethod
-    def _known_target(cls, value: Any) -> Any:
-        if value is None:
-            return "max"
-        return check_word(value, TARGETS, usual="target: goodput")
+    _words = words({None: "max"}, target="goodput")
 
     @field_validator("max")
     @classmethod
@@ -487,9 +456,6 @@ class ReproducibleConfig(Section):
     shards: Annotated[int | None, Field(ge=1, examples=[8])] = None
     """Number of pieces of each step, which limits the number of workers. It affects the weights:
     set it to compare jobs with different workers.max."""
-
-
-EMA_HINT = "write for example ema: 0.999"
 
 
 class EmaConfig(Section):
@@ -686,7 +652,10 @@ class TrainConfig(Section):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < 1:
             given = value if is_number else in_words(value)
-            raise fault(f"{{key}} must be a number between 0 and 1, not {given}", hint=EMA_HINT)
+            raise fault(
+                f"{{key}} must be a number between 0 and 1, not {given}",
+                hint="write for example ema: 0.999",
+            )
         return {"decay": value}
 
     @field_validator("metrics")
@@ -713,10 +682,8 @@ class TrainConfig(Section):
             )
         return value
 
-    @field_validator("on_nan_loss", mode="before")
-    @classmethod
-    def _known_reaction(cls, value: Any) -> Any:
-        return check_word(value, NAN_REACTIONS, usual="on_nan_loss: pause")
+    _words = words(on_nan_loss="pause", backend="auto")
+    _words_or_none = words({None: "none"}, compression="bf16", shard="optimizer")
 
     @field_validator("precision", mode="before")
     @classmethod
@@ -725,39 +692,19 @@ class TrainConfig(Section):
         meant = OTHER_PRECISIONS.get(str(value).lower(), "fp32, bf16 or fp16")
         return check_word(value, PRECISIONS, hint=f"write precision: {meant}")
 
-    @field_validator("compression", mode="before")
-    @classmethod
-    def _known_compression(cls, value: Any) -> Any:
-        if value is None:
-            return "none"
-        return check_word(value, COMPRESSIONS, usual="compression: bf16")
-
-    @field_validator("shard", mode="before")
-    @classmethod
-    def _known_shard(cls, value: Any) -> Any:
-        if value is None:
-            return "none"
-        return check_word(value, SHARDS, usual="shard: optimizer")
-
     @field_validator("backend", mode="before")
     @classmethod
-    def _known_backend(cls, value: Any) -> Any:
-        # NCCL is usually written in capitals.
-        word = value.lower() if isinstance(value, str) else value
-        return check_word(word, BACKENDS, usual="backend: auto")
+    def _ignore_case(cls, value: Any) -> Any:
+        # NCCL is usually written in capitals. Pydantic runs this before _words, which is above.
+        return value.lower() if isinstance(value, str) else value
 
-    @field_validator("pool")
+    @field_validator("pool", "name")
     @classmethod
-    def _reject_empty_pool(cls, value: str) -> str:
-        if not value.strip():
-            raise fault("{key} is empty", hint="write pool: local, which is this machine")
-        return value
-
-    @field_validator("name")
-    @classmethod
-    def _reject_empty_name(cls, value: str | None) -> str | None:
+    def _reject_empty(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and not value.strip():
-            raise fault("{key} is empty", hint="write a name, or remove the line")
+            is_pool = info.field_name == "pool"
+            hint = "pool: local, which is this machine" if is_pool else "a name, or remove the line"
+            raise fault("{key} is empty", hint=f"write {hint}")
         return value
 
     @model_validator(mode="before")
@@ -770,239 +717,9 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        self._check_step()
-        self._check_eval()
-        self._check_scaling()
-        self._check_reproducible()
-        self._check_metric(self.checkpoint.best, ("checkpoint", "best"))
-        self._check_metric(self.early_stopping, ("early_stopping",))
-        # Every step must have a sample for each of the workers that the job waits for.
-        size, least = self.batch.size(self.workers.min), self.workers.min
-        if size < least:
-            raise fault(
-                f"batch.global={size} leaves {least - size} of workers.min={least} workers "
-                "without a sample",
-                hint=f"write batch: {{global: {least}}} or more, or workers: {{min: {size}}}",
-                path=("batch", "global"),
-            )
-        self._check_shards()
-        self._check_shard()
-        self._check_compression()
-        self._check_sync_batchnorm()
+        for conflict in _conflicts(self):
+            raise conflict
         return self
-
-    # The options that `reproducible` excludes, and why:
-    #
-    #   batch.per_worker   the samples of a step depend on the number of workers
-    #   batch.micro: auto  the passes depend on the memory of each machine
-    #   batch.split: auto  the shares depend on the speed of each machine
-    #   compile            the order of sums depends on the machine
-    #   compression        rounding does not commute with a sum whose order varies
-    #   sync_batchnorm     each shard has a pass of its own, in which BatchNorm sees only the shard
-    #
-    def _check_compression(self) -> None:
-        path = ("compression",)
-        if self.reproducible is not None and self.compression != "none":
-            raise fault(
-                f"reproducible cannot be guaranteed with compression: {self.compression}, which "
-                "rounds sums whose order depends on the workers",
-                hint="write compression: none, or reproducible: false",
-                path=path,
-            )
-        if self.compression == "powersgd" and self.precision == "fp16":
-            raise fault(
-                "compression: powersgd cannot be used with precision: fp16, because overflows of "
-                "fp16 would remain in the residual of powersgd",
-                hint="write precision: bf16, or compression: fp16",
-                path=path,
-            )
-
-    def _check_shard(self) -> None:
-        # An optimizer from a function is checked on the worker, which builds it.
-        name = self.optimizer.name
-        if self.shard == "none" or name is None or name in ELEMENTWISE:
-            return
-        raise fault(
-            f"shard: {self.shard} cannot be used with {name}, whose update of one element depends "
-            "on others of the same tensor",
-            hint="write optimizer: {name: AdamW}, or shard: none",
-            path=("shard",),
-        )
-
-    def _check_sync_batchnorm(self) -> None:
-        if not self.sync_batchnorm:
-            return
-        path = ("sync_batchnorm",)
-        if self.reproducible is not None:
-            raise fault(
-                "sync_batchnorm cannot be used with reproducible, which normalizes over each shard "
-                "of a step by itself",
-                hint="write sync_batchnorm: false, or reproducible: false",
-                path=path,
-                at_key=True,
-            )
-        if self.batch.micro_batch_size == "auto":
-            raise fault(
-                "sync_batchnorm cannot be used with batch.micro: auto: all workers need the same "
-                "number of passes, but their memory may differ",
-                hint="write batch: {micro: 32}, or sync_batchnorm: false",
-                path=path,
-                at_key=True,
-            )
-
-    def _check_metric(self, wanted: MetricConfig | None, path: tuple[str, ...]) -> None:
-        """Reject a metric that is never evaluated."""
-        if wanted is None:
-            return
-        key = ".".join(path)
-        if self.data.eval is None:
-            raise fault(
-                f"{key} needs evaluations, but data.eval is not set",
-                hint="write data: {train: ..., eval: eval_set}, or remove the line",
-                path=path,
-                at_key=True,
-            )
-        known = ["loss", *self.metrics]
-        if not self.eval.loss and wanted.metric in known:
-            raise fault(
-                f"{key} names the metric '{wanted.metric}', which eval.loss: false leaves out",
-                hint="name one that eval.score returns, or remove loss: false",
-                path=(*path, "metric"),
-            )
-        # The other metrics that step or eval.score return are known only on the worker.
-        is_open = self.step is not None or self.eval.score is not None
-        if not is_open and wanted.metric not in known:
-            hint = did_you_mean(wanted.metric, known)
-            raise fault(
-                f"{key} names the metric '{wanted.metric}', which is not evaluated",
-                hint=hint or f"known metrics: {', '.join(known)}; define others in metrics",
-                path=(*path, "metric"),
-            )
-
-    def _check_eval(self) -> None:
-        wanted = {"predict": "(model, batch)", "score": "(records)"}
-        for given, missing in (("predict", "score"), ("score", "predict")):
-            if getattr(self.eval, given) is not None and getattr(self.eval, missing) is None:
-                raise fault(
-                    f"eval.{given} needs eval.{missing}: predict returns the records that score "
-                    "gets",
-                    hint=f"add {missing}: a function {wanted[missing]}",
-                    path=("eval", given),
-                    at_key=True,
-                )
-        if self.eval.predict is None and not self.eval.loss:
-            raise fault(
-                "eval.loss: false leaves nothing to evaluate without eval.predict and eval.score",
-                hint="add predict and score, or remove the line",
-                path=("eval", "loss"),
-            )
-        if self.eval.predict is not None and self.data.eval is None:
-            raise fault(
-                "eval.predict needs an evaluation set, but data.eval is not set",
-                hint="write data: {train: ..., eval: eval_set}, or remove the line",
-                path=("eval", "predict"),
-                at_key=True,
-            )
-
-    def _check_step(self) -> None:
-        if self.step is None:
-            return
-        if self.loss is not None:
-            raise fault(
-                "step and loss are mutually exclusive: step returns the loss",
-                hint="remove one of the two lines",
-                path=("step",),
-                at_key=True,
-            )
-        if self.metrics:
-            raise fault(
-                "metrics cannot be used with step: they need (output, target), which step does not "
-                "return",
-                hint='return them from step: {"loss": loss, "accuracy": accuracy}',
-                path=("metrics",),
-                at_key=True,
-            )
-
-    def _check_scaling(self) -> None:
-        grows = self.batch.per_worker_batch_size is not None
-        if self.scaling is not None and not grows:
-            raise fault(
-                "scaling needs a batch that grows with the number of workers, but batch.global is "
-                "constant",
-                hint="write batch: {per_worker: 32}, or remove the line",
-                path=("scaling",),
-                at_key=True,
-            )
-        if self.weight is not None and self.scaling is not None and self.scaling.rule == "adascale":
-            raise fault(
-                "rule: adascale requires that all workers have the same weight in the average, "
-                "but the key weight makes their weights differ",
-                hint="write scaling: {rule: linear} or {rule: sqrt}",
-                path=("scaling", "rule"),
-            )
-        if grows and self.reproducible is not None:
-            raise fault(
-                "reproducible cannot be guaranteed with batch.per_worker, whose steps depend on "
-                "the number of workers",
-                hint="write batch: {global: 256}, or reproducible: false",
-                path=("reproducible",),
-                at_key=True,
-            )
-
-    def _check_reproducible(self) -> None:
-        """Reject options that would make the weights depend on the machine."""
-        if self.reproducible is None:
-            return
-        if self.batch.micro_batch_size == "auto":
-            raise fault(
-                "reproducible cannot be guaranteed with batch.micro: auto, whose passes depend on "
-                "the memory of each machine",
-                hint="write batch: {micro: 32}, or reproducible: false",
-                path=("reproducible",),
-                at_key=True,
-            )
-        if self.batch.split == "auto":
-            raise fault(
-                "reproducible cannot be guaranteed with batch.split: auto, whose shares depend on "
-                "the speed of each machine",
-                hint="write batch: {split: even}, or reproducible: false",
-                path=("reproducible",),
-                at_key=True,
-            )
-        if self.compile:
-            raise fault(
-                "reproducible cannot be guaranteed with compile: true, whose kernels sum in an "
-                "order that depends on the machine and on the shapes",
-                hint="write compile: false, or reproducible: false",
-                path=("reproducible",),
-                at_key=True,
-            )
-
-    def _check_shards(self) -> None:
-        shards = self.reproducible.shards if self.reproducible is not None else None
-        if shards is None:
-            return
-        # Each shard needs a sample in every step, and each worker a shard.
-        size, path = self.batch.size(1), ("reproducible", "shards")
-        if shards > size:
-            raise fault(
-                f"reproducible.shards={shards} leaves {shards - size} shards of batch.global={size}"
-                " without a sample",
-                hint=f"write shards: {size} or less, or batch: {{global: {shards}}} or more",
-                path=path,
-            )
-        # Without max, max_workers() never exceeds the number of shards, so only min can be too
-        # large.
-        name, most = "max", self.workers.max
-        if most is None:
-            name, most = "min", self.workers.min
-        if shards < most:
-            raise fault(
-                f"reproducible.shards={shards} leaves {most - shards} of workers.{name}={most} "
-                "workers without a shard",
-                hint=f"write shards: {most} or more, or workers: {{{name}: {shards}}}",
-                path=path,
-            )
 
     @property
     def eval(self) -> EvalConfig:
@@ -1051,3 +768,229 @@ class TrainConfig(Section):
             cores = num_usable_cores()
         most = self.workers.max or max(2, min(DEFAULT_MAX_WORKERS, cores), self.workers.min)
         return min(most, self.num_shards() or self.batch.size(most))
+
+
+# --- keys that exclude or require each other ------------------------------------------------------
+
+
+def _conflicts(job: TrainConfig) -> Iterator[PydanticCustomError]:
+    """Yield an error for each combination of keys that is invalid; only the first is reported."""
+    yield from _step_conflicts(job)
+    yield from _eval_conflicts(job)
+    yield from _scaling_conflicts(job)
+    yield from _reproducible_conflicts(job)
+    yield from _metric_conflicts(job, job.checkpoint.best, ("checkpoint", "best"))
+    yield from _metric_conflicts(job, job.early_stopping, ("early_stopping",))
+    # Every step must have a sample for each of the workers that the job waits for.
+    size, least = job.batch.size(job.workers.min), job.workers.min
+    if size < least:
+        yield fault(
+            f"batch.global={size} leaves {least - size} of workers.min={least} workers without a "
+            "sample",
+            hint=f"write batch: {{global: {least}}} or more, or workers: {{min: {size}}}",
+            path=("batch", "global"),
+        )
+    yield from _shards_conflicts(job)
+    # An optimizer from a function is checked on the worker, which builds it.
+    name = job.optimizer.name
+    if job.shard != "none" and name is not None and name not in ELEMENTWISE:
+        yield fault(
+            f"shard: {job.shard} cannot be used with {name}, whose update of one element depends "
+            "on others of the same tensor",
+            hint="write optimizer: {name: AdamW}, or shard: none",
+            path=("shard",),
+        )
+    yield from _exchange_conflicts(job)
+
+
+def _step_conflicts(job: TrainConfig) -> Iterator[PydanticCustomError]:
+    if job.step is not None and job.loss is not None:
+        yield fault(
+            "step and loss are mutually exclusive: step returns the loss",
+            hint="remove one of the two lines",
+            path=("step",),
+            at_key=True,
+        )
+    if job.step is not None and job.metrics:
+        yield fault(
+            "metrics cannot be used with step: they need (output, target), which step does not "
+            "return",
+            hint='return them from step: {"loss": loss, "accuracy": accuracy}',
+            path=("metrics",),
+            at_key=True,
+        )
+
+
+def _eval_conflicts(job: TrainConfig) -> Iterator[PydanticCustomError]:
+    wanted = {"predict": "(model, batch)", "score": "(records)"}
+    for given, missing in (("predict", "score"), ("score", "predict")):
+        if getattr(job.eval, given) is not None and getattr(job.eval, missing) is None:
+            yield fault(
+                f"eval.{given} needs eval.{missing}: predict returns the records that score gets",
+                hint=f"add {missing}: a function {wanted[missing]}",
+                path=("eval", given),
+                at_key=True,
+            )
+    if job.eval.predict is None and not job.eval.loss:
+        yield fault(
+            "eval.loss: false leaves nothing to evaluate without eval.predict and eval.score",
+            hint="add predict and score, or remove the line",
+            path=("eval", "loss"),
+        )
+    if job.eval.predict is not None and job.data.eval is None:
+        yield fault(
+            "eval.predict needs an evaluation set, but data.eval is not set",
+            hint="write data: {train: ..., eval: eval_set}, or remove the line",
+            path=("eval", "predict"),
+            at_key=True,
+        )
+
+
+def _scaling_conflicts(job: TrainConfig) -> Iterator[PydanticCustomError]:
+    if job.scaling is None:
+        return
+    if job.batch.per_worker_batch_size is None:
+        yield fault(
+            "scaling needs a batch that grows with the number of workers, but batch.global is "
+            "constant",
+            hint="write batch: {per_worker: 32}, or remove the line",
+            path=("scaling",),
+            at_key=True,
+        )
+    if job.weight is not None and job.scaling.rule == "adascale":
+        yield fault(
+            "rule: adascale requires that all workers have the same weight in the average, but "
+            "the key weight makes their weights differ",
+            hint="write scaling: {rule: linear} or {rule: sqrt}",
+            path=("scaling", "rule"),
+        )
+
+
+def _reproducible_conflicts(job: TrainConfig) -> Iterator[PydanticCustomError]:
+    """Yield an error for each option that would make the weights depend on the machines."""
+    if job.reproducible is None:
+        return
+    batch = job.batch
+    for is_given, option, why, instead in (
+        (
+            batch.per_worker_batch_size is not None,
+            "batch.per_worker",
+            "steps depend on the number of workers",
+            "batch: {global: 256}",
+        ),
+        (
+            batch.micro_batch_size == "auto",
+            "batch.micro: auto",
+            "passes depend on the memory of each machine",
+            "batch: {micro: 32}",
+        ),
+        (
+            batch.split == "auto",
+            "batch.split: auto",
+            "shares depend on the speed of each machine",
+            "batch: {split: even}",
+        ),
+        (
+            job.compile,
+            "compile: true",
+            "kernels sum in an order that depends on the machine and on the shapes",
+            "compile: false",
+        ),
+    ):
+        if is_given:
+            yield fault(
+                f"reproducible cannot be guaranteed with {option}, whose {why}",
+                hint=f"write {instead}, or reproducible: false",
+                path=("reproducible",),
+                at_key=True,
+            )
+
+
+def _metric_conflicts(
+    job: TrainConfig, wanted: MetricConfig | None, path: tuple[str, ...]
+) -> Iterator[PydanticCustomError]:
+    """Yield an error for a metric that is never evaluated."""
+    if wanted is None:
+        return
+    key = ".".join(path)
+    if job.data.eval is None:
+        yield fault(
+            f"{key} needs evaluations, but data.eval is not set",
+            hint="write data: {train: ..., eval: eval_set}, or remove the line",
+            path=path,
+            at_key=True,
+        )
+    known = ["loss", *job.metrics]
+    if not job.eval.loss and wanted.metric in known:
+        yield fault(
+            f"{key} names the metric '{wanted.metric}', which eval.loss: false leaves out",
+            hint="name one that eval.score returns, or remove loss: false",
+            path=(*path, "metric"),
+        )
+    # The other metrics that step or eval.score return are known only on the worker.
+    is_open = job.step is not None or job.eval.score is not None
+    if not is_open and wanted.metric not in known:
+        hint = did_you_mean(wanted.metric, known)
+        yield fault(
+            f"{key} names the metric '{wanted.metric}', which is not evaluated",
+            hint=hint or f"known metrics: {', '.join(known)}; define others in metrics",
+            path=(*path, "metric"),
+        )
+
+
+def _shards_conflicts(job: TrainConfig) -> Iterator[PydanticCustomError]:
+    shards = job.reproducible.shards if job.reproducible is not None else None
+    if shards is None:
+        return
+    # Each shard needs a sample in every step, and each worker a shard.
+    size, path = job.batch.size(1), ("reproducible", "shards")
+    if shards > size:
+        yield fault(
+            f"reproducible.shards={shards} leaves {shards - size} shards of batch.global={size} "
+            "without a sample",
+            hint=f"write shards: {size} or less, or batch: {{global: {shards}}} or more",
+            path=path,
+        )
+    # Without max, max_workers() never exceeds the number of shards, so only min can be too large.
+    name, most = ("min", job.workers.min) if job.workers.max is None else ("max", job.workers.max)
+    if shards < most:
+        yield fault(
+            f"reproducible.shards={shards} leaves {most - shards} of workers.{name}={most} workers "
+            "without a shard",
+            hint=f"write shards: {most} or more, or workers: {{{name}: {shards}}}",
+            path=path,
+        )
+
+
+def _exchange_conflicts(job: TrainConfig) -> Iterator[PydanticCustomError]:
+    if job.reproducible is not None and job.compression != "none":
+        yield fault(
+            f"reproducible cannot be guaranteed with compression: {job.compression}, which rounds "
+            "sums whose order depends on the workers",
+            hint="write compression: none, or reproducible: false",
+            path=("compression",),
+        )
+    if job.compression == "powersgd" and job.precision == "fp16":
+        yield fault(
+            "compression: powersgd cannot be used with precision: fp16, because overflows of fp16 "
+            "would remain in the residual of powersgd",
+            hint="write precision: bf16, or compression: fp16",
+            path=("compression",),
+        )
+    # Each shard has a pass of its own, in which BatchNorm sees only the shard.
+    if job.sync_batchnorm and job.reproducible is not None:
+        yield fault(
+            "sync_batchnorm cannot be used with reproducible, which normalizes over each shard of "
+            "a step by itself",
+            hint="write sync_batchnorm: false, or reproducible: false",
+            path=("sync_batchnorm",),
+            at_key=True,
+        )
+    if job.sync_batchnorm and job.batch.micro_batch_size == "auto":
+        yield fault(
+            "sync_batchnorm cannot be used with batch.micro: auto: all workers need the same "
+            "number of passes, but their memory may differ",
+            hint="write batch: {micro: 32}, or sync_batchnorm: false",
+            path=("sync_batchnorm",),
+            at_key=True,
+        )

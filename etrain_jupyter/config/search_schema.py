@@ -11,16 +11,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from etrain_jupyter.config.fields import Interval, Section, check_word, fault, interval_parts
+from etrain_jupyter.config.fields import Interval, Section, check_word, fault, interval_parts, words
 from etrain_jupyter.config.schema import MetricConfig
 from etrain_jupyter.config.source_map import in_words
 
 Value = bool | int | float | str
 """Value of one name of the space in one trial."""
 
-METHODS = ("asha", "tpe", "random", "grid")
-PRUNERS = ("asha", "none")
-SHARINGS = ("fair", "promising")
 
 DEFAULT_TRIALS = 20
 
@@ -169,17 +166,11 @@ class SearchConfig(MetricConfig):
     def _known_method(cls, value: Any) -> Any:
         meant = {"adaptive_asha": "asha", "bayes": "tpe", "bayesian": "tpe"}.get(str(value).lower())
         hint = f"write method: {meant}" if meant else ""
-        return check_word(value, METHODS, usual="method: asha", hint=hint)
+        known = ("asha", "tpe", "random", "grid")
+        return check_word(value, known, usual="method: asha", hint=hint)
 
-    @field_validator("pruner", mode="before")
-    @classmethod
-    def _known_pruner(cls, value: Any) -> Any:
-        return value if value is None else check_word(value, PRUNERS, usual="pruner: asha")
-
-    @field_validator("sharing", mode="before")
-    @classmethod
-    def _known_sharing(cls, value: Any) -> Any:
-        return check_word(value, SHARINGS, usual="sharing: fair")
+    _words_of_search = words({None: None}, pruner="asha")
+    _words_of_sharing = words(sharing="fair")
 
     @field_validator("metric")
     @classmethod
