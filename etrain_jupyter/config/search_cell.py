@@ -18,7 +18,6 @@ from etrain_jupyter.config.search_schema import (
     check_name,
     num_combinations,
 )
-from etrain_jupyter.config.search_vocabulary import KNOWN_SEARCH_KEYS, describe_foreign
 from etrain_jupyter.config.source_map import Path, SourceMap, did_you_mean, dotted, in_words
 from etrain_jupyter.config.trial_values import (
     FUNCTIONS,
@@ -29,6 +28,7 @@ from etrain_jupyter.config.trial_values import (
     rebound_names,
     used_names,
 )
+from etrain_jupyter.config.vocabulary import describe_foreign, known_in_other_searches
 from etrain_jupyter.config.yaml_nodes import PY_TAG, load_body, visible_names
 from etrain_jupyter.errors import ConfigError
 
@@ -145,8 +145,7 @@ def _read_group(data: Any, source: SourceMap) -> tuple[SearchConfig, dict[str, P
     if not isinstance(group, Mapping):
         raise source.error((KEY,), f"search must be a group, not {in_words(group)}", hint=hint)
     for key in group:
-        answer = KNOWN_SEARCH_KEYS.get(str(key).lower())
-        if answer:
+        if answer := known_in_other_searches(str(key)):
             raise source.error((KEY, key), f"unknown key '{key}' in 'search'", hint=answer)
     space = _read_space(group.get("space"), source)
     rest = {key: value for key, value in group.items() if key != "space"}
@@ -165,8 +164,7 @@ def _read_space(data: Any, source: SourceMap) -> dict[str, Parameter]:
         problem = check_name(name)
         if problem:
             raise source.error(here, problem, hint="choose another name", at_key=True)
-        answer = describe_foreign(name, spec)
-        if answer:
+        if answer := describe_foreign(name, spec):
             raise source.error(here, f"'{name}' is not described in our words", hint=answer)
         if not isinstance(spec, Mapping):
             raise source.error(here, f"{name} must be a group, not {in_words(spec)}", hint=example)

@@ -1,13 +1,18 @@
-"""Names known without an import: the optimizers in torch.optim, and keys from other systems.
+"""Names known without an import: the optimizers in torch.optim, and keys of other tools.
 
-The kernel checks a cell without importing torch; a test compares these literals with torch.
+The kernel checks a cell without importing torch; a test compares these literals with torch. The
+keys of other tools and the hints about them are in ``other_tools.yaml``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from etrain_jupyter.config.source_map import did_you_mean, in_words
 
@@ -119,157 +124,99 @@ def check_options(name: str, options: Mapping[str, Any], fault: Callable[..., Ex
             raise fault(f"optimizer.{key} must be 0 or more, not {value}", path=path)
 
 
-_WORKERS = "use 'workers: {max: N}'"
-_BATCH = "use 'batch: {global: N}', the samples of one step over all workers"
-_LR = "use 'optimizer: {name: AdamW, lr: 3e-4}'"
-_OPTION = "it is an option of the optimizer: 'optimizer: {name: AdamW, %s: ...}'"
-_TRAIN = "use 'data: {train: train_set}'"
-_EVAL = "use 'data: {eval: eval_set}'"
-_SHUFFLED = "training data are always reshuffled every epoch, by 'seed': remove the line"
-_GPU = "a worker trains on one GPU if its machine has one: use 'workers: {max: N}' for N workers"
-_EVERY = "use 'eval: {every: 500 steps}' or 'eval: {every: 1 epoch}'"
-_DECAY = "use 'schedule: {warmup: 500 steps, decay: cosine}'; decay is none, linear or cosine"
-_TO = "use 'checkpoint: {to: FOLDER}'"
-_SMOOTHING = (
-    "use 'loss: \"lambda output, target: F.cross_entropy(%s, target, label_smoothing=0.1)\"'"
-)
-_PRECISION = "use 'precision: bf16' or 'precision: fp16'"
-
-# Keys of Determined, PyTorch Lightning, Hugging Face's Trainer and similar systems. The keys of an
-# entry share its hint.
-_ANSWERS: dict[str, str] = {
-    "slots_per_trial slots num_gpus gpus ngpus devices num_devices nproc_per_node num_nodes nodes "
-    "world_size "
-    "n_workers max_workers": _WORKERS,
-    "min_workers": "use 'workers: {min: N}'",
-    "global_batch_size batch_size train_batch_size per_device_train_batch_size": _BATCH,
-    "resource_pool cluster": "use 'pool: local'",
-    "max_restarts max_failures": "the number of lost workers is not limited, and an exception in "
-    "your code fails the job: remove the line",
-    "num_workers": "for data-loading processes use 'data: {num_workers: N}', for training "
-    "workers 'workers: {max: N}'",
-    "lr learning_rate base_lr": _LR,
-    "weight_decay": _OPTION % "weight_decay",
-    "momentum": "it is an option of the optimizer: 'optimizer: {name: SGD, momentum: 0.9}'",
-    "betas adam_beta1 adam_beta2": _OPTION % "betas",
-    "adam_epsilon": _OPTION % "eps",
-    "optim optimizer_name": _LR,
-    "optimizer.learning_rate": "use 'lr'",
-    "optimizer.type": "use 'name'",
-    "optimizer.beta1 optimizer.beta2 optimizer.adam_beta1 optimizer.adam_beta2": "use 'betas: "
-    "[0.9, 0.999]'",
-    "resources resources_per_worker gpu use_gpu gpus_per_worker accelerator device": _GPU,
-    "cpu cpus num_cpus cpus_per_worker memory": "the pool sets the cores and the memory of a "
-    "worker: remove the line",
-    "max_epochs num_epochs num_train_epochs n_epochs": "use 'epochs: N'",
-    "max_steps num_steps n_steps iterations max_iters": "use 'steps: N'",
-    "max_length": "use 'epochs: N' or 'steps: N'",
-    "dataset datasets train_dataset train_set train_data trainset training_data train": _TRAIN,
-    "eval_dataset eval_set val_dataset valid_dataset val_set val_data validation validation_data "
-    "test_dataset "
-    "test_set": _EVAL,
-    "dataloader train_loader train_dataloader": "pass the data set itself, 'data: "
-    "{train: train_set}': the workers make the batches",
-    "collate_fn data_collator": "use 'data: {collate: function}'",
-    "tokenizer processing_class": "tokenize the samples in 'data.train', and pad a batch in 'data: "
-    "{collate: function}'",
-    "dataloader_num_workers": "use 'data: {num_workers: N}'",
-    "criterion loss_fn loss_function objective": "use 'loss'",
-    "network net module model_class": "use 'model'",
-    "scheduler lr_scheduler lr_schedule lr_scheduler_type": _DECAY,
-    "schedule.name schedule.type schedule.kind": "use 'decay', which is none, linear or cosine",
-    "warmup_ratio": "count the warm-up in steps or epochs: a tenth of 'epochs: 3' is 'schedule: "
-    "{warmup: 0.3 epochs}'",
-    "warmup warmup_steps num_warmup_steps": "use 'schedule: {warmup: 500 steps}'",
-    "gradient_clipping max_grad_norm gradient_clip_val clip_grad "
-    "grad_clip": "use 'clip_grad_norm: 1.0'",
-    "amp mixed_precision fp16 bf16 dtype": _PRECISION,
-    "gradient_accumulation_steps accumulate_grad_batches": "use 'batch: {global: N, "
-    "aggregation_frequency: K}' for K passes per worker, and 'batch: {micro: N}' to limit the "
-    "memory of a pass",
-    "micro_batch_size": "use 'batch: {micro: N}'",
-    "random_seed manual_seed experiment_seed": "use 'seed'",
-    "checkpoint_dir output_dir save_dir default_root_dir": _TO,
-    "save_total_limit": "use 'checkpoint: {keep: N}'",
-    "resume_from_checkpoint ckpt_path": "use --resume JOB on the first line",
-    "gradient_checkpointing": "enable it in the function that builds the model, for example with "
-    "model.gradient_checkpointing_enable()",
-    "early_stopping_patience patience early_stop": "use 'early_stopping: {metric: loss, "
-    "patience: 3}'",
-    "metric_for_best_model greater_is_better load_best_model_at_end save_best_only "
-    "save_best": "use 'checkpoint: {best: {metric: accuracy, mode: max}}'",
-    "terminate_on_nan nan_policy": "use 'on_nan_loss: fail', which is the default, or pause",
-    "early_stopping.monitor checkpoint.best.monitor": "use 'metric'",
-    "early_stopping.threshold early_stopping.delta": "use 'min_delta'",
-    "save_steps save_strategy checkpoint_freq save_every": "use 'checkpoint: {every: 200 steps}'",
-    "eval_steps eval_every validation_freq min_validation_period eval_strategy val_check_interval "
-    "evaluation_strategy check_val_every_n_epoch": _EVERY,
-    "eval.strategy checkpoint.strategy": "use 'every'",
-    "eval_batch_size per_device_eval_batch_size": "an evaluation uses the batches of 'batch': "
-    "remove the line",
-    "compute_metrics": "use 'metrics: {accuracy: function}' with (output, target), or 'eval: "
-    "{predict: function, score: function}' for scores of the whole set",
-    "callbacks callback": "callbacks are not supported: use 'early_stopping', 'checkpoint: {best: "
-    "...}', 'log: {to: ...}' or 'eval: {predict: function, score: function}'",
-    "max_time max_time_s time_limit": "the length of a job is counted in 'epochs: N' or 'steps: "
-    "N'; %etrain stop ends it earlier and saves a checkpoint",
-    "drop_last dataloader_drop_last data.drop_last": "each epoch trains every sample exactly once, "
-    "so its last batch may be smaller: remove the line",
-    "pin_memory dataloader_pin_memory data.pin_memory": "batches for a GPU are pinned without a "
-    "key: remove the line",
-    "label_smoothing": _SMOOTHING % "output",
-    "label_smoothing_factor": _SMOOTHING % "output.logits",
-    "push_to_hub": "after the job, upload the weights with "
-    "job.load_into(model).push_to_hub('USER/NAME')",
-    "remove_unused_columns": "the model gets the columns that its forward accepts: remove the "
-    "line, and other columns with train_set.remove_columns([...])",
-    "report_to logger loggers": "use 'log: {to: wandb}', 'log: {to: mlflow}' or 'log: "
-    "{tensorboard: true}'",
-    "torch_compile": "use 'compile: true'",
-    "fsdp fsdp_wrap deepspeed zero_stage strategy": "use 'shard: optimizer' to divide the "
-    "optimizer's state between the workers",
-    "trainer args training_args": "write its values as keys of the cell: %etrain template lists "
-    "the keys",
-    "log_every log_every_n_steps logging_steps log_interval "
-    "scheduling_unit": "use 'log: {every: 10 steps}'",
-    "shuffle": _SHUFFLED,
-    "job_name run_name experiment_name": "use 'name', or --name on the first line",
-    "deterministic": "use 'reproducible: true'",
-    "process_group_backend distributed_backend dist_backend": "use 'backend: auto'",
-    "entrypoint": "a job consists of 'model' and 'data': remove the line",
-    "search hyperparameters searcher space param_space tune_config": "a search begins with "
-    "%%etrain search, and its names are in 'search: {space: {...}}'",
-    "batch.global_batch_size batch.batch_size batch.size batch.total": "use 'global'",
-    "batch.micro_batch_size": "use 'micro'",
-    "batch.per_worker_batch_size batch.per_gpu "
-    "batch.per_device": "use 'global', the samples over all workers",
-    "batch.gradient_accumulation_steps batch.accumulate": "use 'aggregation_frequency' for the "
-    "number of passes per step, and 'micro' to limit the memory of a pass",
-    "workers.num workers.n workers.count workers.size workers.num_workers "
-    "workers.max_workers": "use 'max'",
-    "workers.min_workers": "use 'min'",
-    "data.dataset data.train_dataset data.training": "use 'train'",
-    "data.val data.valid data.validation data.test data.eval_dataset": "use 'eval'",
-    "data.batch_size": _BATCH,
-    "data.shuffle": _SHUFFLED,
-    "data.collate_fn": "use 'collate'",
-    "data.workers": "use 'num_workers'",
-    "checkpoint.path checkpoint.dir checkpoint.folder checkpoint.directory": "use 'to'",
-    "checkpoint.save_total_limit checkpoint.max_to_keep": "use 'keep'",
-    "checkpoint.interval checkpoint.frequency checkpoint.freq": "use 'every'",
-}
-
-KNOWN_ELSEWHERE: dict[str, str] = dict(
-    chain.from_iterable(((key, text) for key in keys.split()) for keys, text in _ANSWERS.items())
-)
-"""Maps a dotted key from another system to a hint about the equivalent key."""
+@cache
+def keys_of_other_tools(part: str) -> Mapping[str, str]:
+    """Return keys of other tools with their hints; a key in a group has the form ``a.b``."""
+    text = Path(__file__).with_name("other_tools.yaml").read_text(encoding="utf-8")
+    entries = yaml.safe_load(text)[part]
+    return {key: entry["hint"] for entry in entries for key in entry["keys"].split()}
 
 
 def known_elsewhere(path: Sequence[str]) -> str:
-    """Return the hint for a key of another system; empty if the key is unknown.
+    """Return the hint for a key of another tool; empty if the key is unknown.
 
     A key in a group, such as ``data.batch_size``, may have its own hint. Otherwise it has that of
     the top level.
     """
-    key = str(path[-1]).replace("-", "_").lower()
-    return KNOWN_ELSEWHERE.get(".".join([*path[:-1], key])) or KNOWN_ELSEWHERE.get(key, "")
+    known, key = keys_of_other_tools("cell"), str(path[-1]).replace("-", "_").lower()
+    return known.get(".".join([*path[:-1], key])) or known.get(key, "")
+
+
+def known_in_other_searches(key: str) -> str:
+    """Return the hint for a key of another tool in the group ``search``; empty if it is unknown."""
+    return keys_of_other_tools("search").get(key.lower(), "")
+
+
+_CALL = re.compile(r"(?:\w+\.)*(\w+)\((.*)\)", re.DOTALL)
+_KINDS = {
+    "choice grid_search CategoricalDistribution suggest_categorical": "choice",
+    "uniform quniform FloatDistribution suggest_float suggest_uniform": "float",
+    "loguniform qloguniform suggest_loguniform": "log float",
+    "randint qrandint IntDistribution suggest_int": "int",
+    "lograndint qlograndint": "log int",
+}
+_KIND_OF = {call: kind for calls, kind in _KINDS.items() for call in calls.split()}
+
+
+def describe_foreign(name: str, spec: Any) -> str:
+    """Return our spelling for a parameter in that of Determined, W&B or Ray; empty if unknown.
+
+    >>> describe_foreign("lr", {"type": "log", "minval": -4, "maxval": -1, "base": 10})
+    'write lr: {low: 0.0001, high: 0.1, log: true}'
+    >>> describe_foreign("lr", "tune.loguniform(1e-4, 1e-1)")
+    'write lr: {low: 1e-4, high: 1e-1, log: true}'
+    >>> describe_foreign("lr", 0.1)
+    'only names that vary belong to the space: write the number 0.1 where lr is used'
+    """
+    ours = ""
+    if isinstance(spec, str):
+        ours = _from_call(spec)
+    elif isinstance(spec, list):
+        ours = f"{{choice: {spec}}}"
+    elif isinstance(spec, Mapping):
+        ours = _from_group(spec)
+    elif isinstance(spec, bool | int | float):
+        return (
+            f"only names that vary belong to the space: write {in_words(spec)} where {name} is used"
+        )
+    return f"write {name}: {ours}" if ours else ""
+
+
+def _from_call(text: str) -> str:
+    match = _CALL.fullmatch(text.strip())
+    if match is None:
+        return ""
+    kind, arguments = _KIND_OF.get(match[1]), match[2].strip()
+    if match[1].startswith("suggest_"):  # the first argument is the name
+        arguments = arguments.partition(",")[2].strip()
+    if kind is None:
+        return "{low: 0.1, high: 1.0}, {int: [1, 8]} or {choice: [1, 2]}, the kinds of parameters"
+    if kind == "choice":
+        return f"{{choice: {arguments}}}"
+    low, high = [*(part.strip() for part in arguments.split(",")), "...", "..."][:2]
+    is_log = kind.startswith("log") or re.search(r"log\s*=\s*True", arguments)
+    suffix = ", log: true" if is_log else ""
+    if kind.endswith("int"):
+        return f"{{int: [{low}, {high}]{suffix}}} (both ends included)"
+    return f"{{low: {low}, high: {high}{suffix}}}"
+
+
+def _from_group(spec: Mapping[str, Any]) -> str:
+    values = spec.get("vals", spec.get("values", spec.get("grid_search")))
+    if values is not None:
+        return f"{{choice: {values}}}"
+    if spec.get("type") == "const" or "val" in spec:
+        return f"{{choice: [{spec.get('val')}]}}"
+    inner = next((name for name, group in spec.items() if isinstance(group, Mapping)), None)
+    if inner is not None:
+        return f"{inner} as a name of its own: groups of names are not nested"
+    low, high = spec.get("minval", spec.get("min")), spec.get("maxval", spec.get("max"))
+    if not isinstance(low, int | float) or not isinstance(high, int | float):
+        return ""
+    if spec.get("type") == "log":
+        base = spec.get("base", 10)
+        return f"{{low: {base**low:g}, high: {base**high:g}, log: true}}"
+    if spec.get("type") == "int":
+        return f"{{int: [{low}, {high}]}}"
+    suffix = ", log: true" if "log" in str(spec.get("distribution", "")) else ""
+    return f"{{low: {low:g}, high: {high:g}{suffix}}}"

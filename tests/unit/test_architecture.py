@@ -64,8 +64,7 @@ STILL_NAMED = (
     "data.places", "testing.s3_server",
     # the search, which is not a plug-in yet
     "storage.study_folder", "head.studies", "notebook.study", "rules.search",
-    # keys and hints for users who know these tools
-    "config.schema", "config.vocabulary",
+    "config.schema",  # loggers in the help of log.to
     "process.state_root",  # environment variables that a local pool's workers inherit
     "testing.fakeaws",  # for notebooks, which import the simulator from here
 )  # fmt: skip

@@ -9,9 +9,8 @@ from typing import Any
 
 from etrain_jupyter.config.describe import KeyHelp, describe, describe_optimizer
 from etrain_jupyter.config.keys import OPTIMIZER, SEARCH, KeyPath, group_at, is_reference, keys_in
-from etrain_jupyter.config.search_vocabulary import KNOWN_SEARCH_KEYS
 from etrain_jupyter.config.source_map import did_you_mean
-from etrain_jupyter.config.vocabulary import known_elsewhere
+from etrain_jupyter.config.vocabulary import known_elsewhere, known_in_other_searches
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND
 from etrain_jupyter.notebook.editor.cursor import CursorContext, Outline
 from etrain_jupyter.notebook.editor.help_texts import (
@@ -127,7 +126,7 @@ def _on_key(context: CursorContext, outline: Outline) -> Hint | None:
 def _on_unknown(path: KeyPath) -> Hint | None:
     """Explain an unknown key: the equivalent of another system's key, or the nearest key."""
     is_search = path[:-1] == SEARCH
-    hint = KNOWN_SEARCH_KEYS.get(path[-1].lower(), "") if is_search else known_elsewhere(path)
+    hint = known_in_other_searches(path[-1]) if is_search else known_elsewhere(path)
     hint = hint or did_you_mean(path[-1], keys_in(path[:-1]))
     if not hint:
         return None
