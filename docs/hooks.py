@@ -22,17 +22,19 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 from unittest import mock
 
 import yaml
+from pydantic import PlainSerializer
+from pydantic.fields import FieldInfo
 
-from etrain_jupyter.config import describe as cell
+from etrain_jupyter.config.describe import all_keys
+from etrain_jupyter.config.fields import Section
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND, distributed_parser
 from etrain_jupyter.notebook.commands.subcommands import members, subcommands
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.plugins.slurm.spec import SlurmSpec
-from etrain_jupyter.pools.describe import keys_as_table
 
 DOCS = Path(__file__).parent
 PART = re.compile(
@@ -53,11 +55,59 @@ def command_help() -> str:
     )
 
 
+def cell_keys() -> str:
+    """Return all keys of a cell as a Markdown table."""
+    rows = ["| key | takes | meaning |", "|---|---|---|"]
+    for key in all_keys():
+        meaning = key.meaning.replace("|", "\\|")
+        rows.append(f"| `{key.name}` | {key.facts} | {meaning} |")
+    return "\n".join(rows)
+
+
+def pool_keys(spec: type[Section]) -> str:
+    """Return every key of a pool with its default and its meaning, in Markdown."""
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for name, field in fields_of(spec):
+        meaning = " ".join((field.description or "").replace("``", "`").split())
+        rows.append(f"| `{name}` | {default_of(field)} | {meaning} |")
+    return "\n".join(rows)
+
+
+def fields_of(section: type[Section], before: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the keys of a section and of its groups, such as ``lifetime.max``."""
+    for key, field in section.model_fields.items():
+        kinds = (field.annotation, *get_args(field.annotation))
+        # An optional section is a union: `GpuSpec | None`.
+        groups = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+        if groups:
+            yield from fields_of(groups[0], f"{before}{key}.")
+        else:
+            yield f"{before}{key}", field
+
+
+def default_of(field: FieldInfo) -> str:
+    """Return a default as written in the file; empty if the key may be left out."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value in (None, (), {}):
+        return ""
+    # Only durations have a serializer, see `spec_fields`. Write the largest unit that divides one.
+    if any(isinstance(item, PlainSerializer) for item in field.metadata):
+        units = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
+        return next(f"{value / size:g} {unit}" for unit, size in units if value % size == 0)
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    "cell_keys": cell.keys_as_table,
+    "cell_keys": cell_keys,
     "command_help": command_help,
-    "ec2_pool_keys": lambda: keys_as_table(AwsSpotSpec),
-    "slurm_pool_keys": lambda: keys_as_table(SlurmSpec),
+    "ec2_pool_keys": lambda: pool_keys(AwsSpotSpec),
+    "slurm_pool_keys": lambda: pool_keys(SlurmSpec),
 }
 
 

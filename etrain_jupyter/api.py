@@ -19,7 +19,7 @@ from etrain_jupyter.notebook.job.open_jobs import attach, compare, diagnose, job
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.notebook.study.open_studies import attach_study, studies
 from etrain_jupyter.notebook.study.study import Study
-from etrain_jupyter.pools.tasks import open_task_workers
+from etrain_jupyter.pools.registry import open_task_workers
 
 __all__ = [
     "BundleError",

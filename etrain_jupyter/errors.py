@@ -90,13 +90,14 @@ class ConfigError(EtrainError, ValueError):
 
 
 class CellError(ConfigError):
-    """A ConfigError with its position in the cell.
+    """A ConfigError with its position in the cell, or in a file such as ``pools.yaml``.
 
     Attributes:
-        line: Line number in the cell; the ``%%etrain`` line is 1.
+        line: Line number; in a cell, the ``%%etrain`` line is 1.
         column: Column, counted from 1.
         text: Text of that line.
         length: Number of characters to underline.
+        file: Path of the file; empty for a cell.
     """
 
     def __init__(
@@ -107,15 +108,18 @@ class CellError(ConfigError):
         column: int,
         text: str = "",
         length: int = 1,
+        file: str = "",
         path: tuple[str | int, ...] = (),
         hint: str = "",
     ) -> None:
         super().__init__(message, path=path, hint=hint)
         self.line, self.column, self.text, self.length = line, column, text, length
+        self.file = file
 
     def render(self) -> list[str]:
         """Return the message, the line with the error underlined, and the hint."""
-        lines = [f"etrain: line {self.line}, column {self.column}: {self}"]
+        place = f"{self.file}, line" if self.file else "line"
+        lines = [f"etrain: {place} {self.line}, column {self.column}: {self}"]
         if self.text:
             lines.append(f"  {self.line:>3} | {self.text}")
             lines.append("      | " + " " * (self.column - 1) + "^" * max(1, self.length))

@@ -27,7 +27,7 @@ from etrain_jupyter.notebook.study.open_studies import submit_study
 from etrain_jupyter.notebook.study.plan import StudyPlan, size_of
 from etrain_jupyter.notebook.study.screen import show_study
 from etrain_jupyter.notebook.study.study import Study
-from etrain_jupyter.pools.for_job import find_pool, with_shared_checkpoints
+from etrain_jupyter.pools.registry import find_pool, with_shared_checkpoints
 
 
 def plan_cell(body: str, notebook: Mapping[str, Any], flags: Mapping[str, Any], line: str) -> Plan:

@@ -59,6 +59,10 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 
+HELP_ON_CELL = {CELL_COMMAND: help_on_cell, SEARCH_COMMAND: help_on_search}
+"""Help on the sub-commands that submit a body."""
+
+
 @magics_class
 class EtrainMagics(Magics):
     """The magics of one shell, which also display the results of their sub-commands."""
@@ -141,40 +145,40 @@ class EtrainMagics(Magics):
 
     def _run_line(self, line: str) -> str:
         words = question_as_help(split_line(line))
-        if words and words[0] == SEARCH_COMMAND:
-            if {"-h", "--help"} & set(words):
-                return help_on_search()
-            raise ConfigError(
-                "%etrain search needs a body",
-                hint="begin the cell with two percent signs: %%etrain search",
-            )
-        if words and words[0] == CELL_COMMAND:
-            if {"-h", "--help"} & set(words):
-                return help_on_cell()
-            raise ConfigError(
-                "%etrain distributed needs a body",
-                hint="begin the cell with two percent signs: %%etrain distributed; "
-                "%etrain template prints a body",
-            )
-        return run_line(self, words, prog="%etrain")
+        if not words or words[0] not in HELP_ON_CELL:
+            return run_line(self, words, prog="%etrain")
+        if {"-h", "--help"} & set(words):
+            return HELP_ON_CELL[words[0]]()
+        template = "; %etrain template prints a body" if words[0] == CELL_COMMAND else ""
+        raise ConfigError(
+            f"%etrain {words[0]} needs a body",
+            hint=f"begin the cell with two percent signs: %%etrain {words[0]}{template}",
+        )
 
     def _run_cell(self, line: str, body: str) -> str:
         words = question_as_help(split_line(line))
-        if words[:1] == [SEARCH_COMMAND]:
-            return self._search_cell(words, line, body)
-        if not words or words[0] != CELL_COMMAND:
+        if not words or words[0] not in HELP_ON_CELL:
             return self._run_other(words, line, body)
+        is_search = words[0] == SEARCH_COMMAND
+        parser = search_parser() if is_search else distributed_parser()
         try:
-            options = distributed_parser().parse_args(words[1:])
+            options = parser.parse_args(words[1:])
         except HelpRequested:
-            return help_on_cell()
+            return HELP_ON_CELL[words[0]]()
         check_variable(options.out)  # checked early, because a submitted job needs its variable
+        given = {"name": options.name, "pool": options.pool}
+        flags = {key: value for key, value in given.items() if value is not None}
+        submit = self._search if is_search else self._train
+        return submit(f"%%etrain {line}".rstrip(), body, options, flags)
+
+    def _train(
+        self, line: str, body: str, options: argparse.Namespace, flags: dict[str, str]
+    ) -> str:
+        """Submit or resume a job, and show it below the cell."""
         for flag in ("force", "trust"):
             if getattr(options, flag) and not options.resume:
                 raise ConfigError(f"--{flag} requires --resume", hint=f"--resume JOB --{flag}")
-        given = {"name": options.name, "pool": options.pool}
-        flags = {key: value for key, value in given.items() if value is not None}
-        plan = launch.plan_cell(body, self._names(), flags, f"%%etrain {line}".rstrip())
+        plan = launch.plan_cell(body, self._names(), flags, line)
         # `-o net` also names a new job "net". A resumed job keeps its name.
         if options.out and plan.config.name is None and not options.resume:
             named = plan.config.model_copy(update={"name": options.out})
@@ -193,18 +197,13 @@ class EtrainMagics(Magics):
             wait_for(job)
         return ""
 
-    def _search_cell(self, words: list[str], line: str, body: str) -> str:
+    def _search(
+        self, line: str, body: str, options: argparse.Namespace, flags: dict[str, str]
+    ) -> str:
         """Submit a search, and show its trials below the cell."""
-        try:
-            options = search_parser().parse_args(words[1:])
-        except HelpRequested:
-            return help_on_search()
-        check_variable(options.out)
-        given = {"name": options.name, "pool": options.pool}
-        flags = {key: value for key, value in given.items() if value is not None}
         if options.out:
             flags.setdefault("name", options.out)
-        plan = launch.plan_search(body, self._names(), flags, f"%%etrain {line}".rstrip())
+        plan = launch.plan_search(body, self._names(), flags, line)
         if options.dry_run:
             return str(plan)
         study = submit_study(plan)

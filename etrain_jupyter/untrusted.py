@@ -62,7 +62,7 @@ def plain_line(text: str, max_length: int = 200) -> str:
     r"""Return text as one line of at most ``max_length`` characters, without control characters.
 
     >>> plain_line("a\nb" + "c" * 10, max_length=6)
-    'a\\nbcc…'
+    'a\\nbc…'
     """
     # Truncate first, because the text may be huge. One extra character shows whether anything was
     # cut off.

@@ -8,9 +8,9 @@ returns a commented body to start from.
 from __future__ import annotations
 
 from etrain_jupyter.config.cell import ParsedJob, parse_cell, parse_mapping
+from etrain_jupyter.config.describe import template
 from etrain_jupyter.config.references import check_references
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.config.template import template
 
 __all__ = [
     "ParsedJob",

@@ -12,7 +12,13 @@ from typing import Any, TypeVar, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from etrain_jupyter.config.schema import Interval, OptimizerConfig, Section, TrainConfig
+from etrain_jupyter.config.schema import (
+    REFERENCES,
+    Interval,
+    OptimizerConfig,
+    Section,
+    TrainConfig,
+)
 from etrain_jupyter.config.source_map import (
     NOWHERE,
     Path,
@@ -80,8 +86,7 @@ def parse_cell(
     Args:
         body: The cell without its first line.
         namespace: The notebook's names, for ``!py`` and for naming the objects that it returns.
-        overrides: Values of the first line's flags, such as ``{"name": "digits"}``. They take
-            precedence over the body.
+        overrides: Values of the first line's flags, which take precedence over the body.
         first_line: The ``%%etrain`` line, shown in errors about it.
 
     Raises:
@@ -116,11 +121,6 @@ def parse_mapping(
     mapping: Mapping[str, Any], namespace: Mapping[str, Any], source: SourceMap = NOWHERE
 ) -> ParsedJob:
     """Read a job from Python, where objects may be given directly instead of by name.
-
-    Args:
-        mapping: The keys of a cell.
-        namespace: The caller's names.
-        source: The expressions whose values are in ``mapping``, see ``read_mapping``.
 
     Raises:
         ConfigError: If the mapping is invalid; ``path`` is that of the first error.
@@ -176,14 +176,8 @@ def _resolve_optimizer(data: dict[str, Any], live: LiveObjects) -> str:
 def parse_section(data: Mapping[str, Any], section: type[S], source: SourceMap = NOWHERE) -> S:
     """Read a group of keys other than a job, with the same error messages and positions.
 
-    Args:
-        data: Plain data, with keys as spelled in the text.
-        section: Class to parse it into.
-        source: Position of each key in the text.
-
     Raises:
-        ConfigError: If it is invalid; ``path`` is that of the first error, and its position is
-            included if there is source text.
+        ConfigError: If it is invalid. The error is the first one, at its position in ``source``.
     """
     _check_keys(data, section, (), source, top=section)
     return _validate(data, section, source)
@@ -193,7 +187,11 @@ def _validate(data: Mapping[str, Any], section: type[S], source: SourceMap) -> S
     try:
         return section.model_validate(data)
     except ValidationError as exc:
-        raise _first_error(exc, source) from None
+        errors = exc.errors(include_url=False)
+        ranked = [(error["type"] == "missing", _in_cell_words(error, source)) for error in errors]
+        # Report the first error in the cell. Missing keys have no position, so they come last.
+        places = [(rank, getattr(e, "line", 0), getattr(e, "column", 0)) for rank, e in ranked]
+        raise ranked[places.index(min(places))][1] from None
 
 
 def _merged(data: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -299,17 +297,6 @@ def _other_level(key: str, path: Path, top: type[Section]) -> str:
 # ------------------------------------------------------------------------------- pydantic, in words
 
 
-def _first_error(exc: ValidationError, source: SourceMap) -> ConfigError:
-    errors = [_in_cell_words(error, source) for error in exc.errors(include_url=False)]
-    # Report the first error in the cell. Missing keys have no position, so they come last.
-    missing = [error["type"] == "missing" for error in exc.errors(include_url=False)]
-    ranked = sorted(
-        zip(missing, errors, strict=True),
-        key=lambda pair: (pair[0], getattr(pair[1], "line", 0), getattr(pair[1], "column", 0)),
-    )
-    return ranked[0][1]
-
-
 def _in_cell_words(error: ErrorDetails, source: SourceMap) -> ConfigError:
     path: Path = error["loc"]
     # The message is from our own validators. Only the name of the key is missing.
@@ -334,10 +321,8 @@ def _in_cell_words(error: ErrorDetails, source: SourceMap) -> ConfigError:
     wanted = _WANTED[error["type"]](error.get("ctx", {}))
     if shorthand_at(path) and error["type"] == "model_type":
         wanted = f"a whole number or {wanted}"
-    shown = (
-        value if isinstance(value, int | float) and not isinstance(value, bool) else in_words(value)
-    )
-    shown = f"the number {shown}" if error["type"] == "string_type" and shown is value else shown
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    shown = str(value) if is_number and error["type"] != "string_type" else in_words(value)
     return source.error(path, f"{key} must be {wanted}, not {shown}", hint=_value_hint(error, path))
 
 
@@ -369,11 +354,8 @@ def _value_hint(error: ErrorDetails, path: Path) -> str:
         return f"write {bare}" if bare != value else "remove the quotes"
     if error["type"] == "string_type":
         return "put it in quotes" if isinstance(value, int | float) else ""
-    return (
-        _example(path)
-        if error["type"] in ("dict_type", "model_type", "model_attributes_type")
-        else ""
-    )
+    is_group = error["type"] in ("dict_type", "model_type", "model_attributes_type")
+    return _example(path) if is_group else ""
 
 
 def _example(path: Path) -> str:
@@ -415,24 +397,16 @@ class LiveObjects:
 
     def _walk(self, value: Any, path: Path) -> Any:
         if _is_reference(path, value):
-            return self._reference(value, path)
+            # Text is already an expression; a number is an error, which pydantic reports.
+            is_object = value is not None and not isinstance(value, str | int | float)
+            may_be_object = any(path[: len(start)] == start for start in self._computed)
+            return self._name_for(value, path) if is_object and may_be_object else value
         if isinstance(value, Mapping):
             return {key: self._walk(inner, (*path, key)) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            return (
-                type(value)(plain_value(item) for item in value)
-                if type(value) in (list, tuple)
-                else value
-            )
+            is_plain = type(value) in (list, tuple)
+            return type(value)(plain_value(item) for item in value) if is_plain else value
         return plain_value(value)
-
-    def _reference(self, value: Any, path: Path) -> Any:
-        # Text is already an expression; a number is an error, which pydantic reports.
-        if value is None or isinstance(value, str | int | float):
-            return value
-        if not any(path[: len(start)] == start for start in self._computed):
-            return value
-        return self._name_for(value, path)
 
     def _name_for(self, value: Any, path: Path) -> str:
         # Prefer a name from the notebook, which the user recognizes.
@@ -443,11 +417,7 @@ class LiveObjects:
         # The name becomes part of an expression, so it must be a valid identifier and not a
         # keyword.
         base = re.sub(r"\W", "_", str(given)).strip("_") or "object"
-        base = (
-            f"the_{base}"
-            if base[0].isdigit() or keyword.iskeyword(base) or base == "lambda"
-            else base
-        )
+        base = f"the_{base}" if base[0].isdigit() or keyword.iskeyword(base) else base
         # A new name must not shadow a builtin that an expression uses.
         taken = {*self._namespace, *self.extra, *dir(builtins)}
         name = next(n for n in (base, *(f"{base}_{i}" for i in range(2, 10**6))) if n not in taken)
@@ -458,22 +428,11 @@ class LiveObjects:
 def _is_reference(path: Path, value: Any) -> bool:
     if path == ("optimizer",):
         return not isinstance(value, Mapping)
-    alone = (("model",), ("loss",), ("step",), ("weight",))
-    data = (("data", "train"), ("data", "eval"), ("data", "collate"))
-    fixed = (*alone, *data, ("eval", "predict"), ("eval", "score"))
-    return (
-        path in fixed
-        or (len(path) == 2 and path[0] == "metrics")
-        or path == ("optimizer", "reference")
-    )
+    is_metric = len(path) == 2 and path[0] == "metrics"
+    return is_metric or dotted(path) in (*REFERENCES, "optimizer.reference")
 
 
 def plain_value(value: Any) -> Any:
     """Return a NumPy or torch scalar as a Python number, and anything else unchanged."""
-    if (
-        hasattr(value, "dtype")
-        and getattr(value, "shape", None) in ((), [])
-        and hasattr(value, "item")
-    ):
-        return value.item()
-    return value
+    is_scalar = hasattr(value, "dtype") and getattr(value, "shape", None) in ((), [])
+    return value.item() if is_scalar and hasattr(value, "item") else value

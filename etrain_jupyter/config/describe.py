@@ -1,16 +1,17 @@
 """Descriptions of the keys of a cell's body: accepted values, default, meaning and example.
 
-The help, the editor's hints and the documentation's table all use this module, so an option is
-described in one place: its field in ``schema``.
+The help, the editor's hints, the template and the documentation's table all use this module, so an
+option is described in one place, its field in ``schema``.
 """
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -31,9 +32,11 @@ from etrain_jupyter.config.keys import (
     units_of,
     words_of,
 )
-from etrain_jupyter.config.template import yaml_of
-from etrain_jupyter.config.vocabulary import NAMED_LR, OPTIONS, SWITCHES, find_optimizer
+from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
+from etrain_jupyter.config.vocabulary import DEFAULT_LR, NAMED_LR, OPTIONS, SWITCHES, find_optimizer
 
+COMMENT_COLUMN = 40
+"""Column of the comments, so that they line up."""
 _USUAL = ("model", "data", "loss", "optimizer", "batch", "epochs", "workers")
 """Keys shown in the example body."""
 _KINDS = {
@@ -181,11 +184,11 @@ def _describe_field(path: KeyPath) -> KeyHelp | None:
     info = field_at(path)
     if info is None:
         return None
-    words = words_of(path)
+    words, key = words_of(path), shorthand_at(path)
     return KeyHelp(
         path=path,
         takes=_takes(path, info, words),
-        meaning=_meaning(info) + _shorthand(path),
+        meaning=_meaning(info) + (f" A number N is short for {{{key}: N}}." if key else ""),
         default=_default(info),
         is_required=info.is_required(),
         words=words if words != BOOLEANS else (),
@@ -221,11 +224,6 @@ def describe_optimizer(text: str) -> KeyHelp | None:
 
 def _meaning(info: FieldInfo) -> str:
     return " ".join((info.description or "").replace("``", "`").split())
-
-
-def _shorthand(path: KeyPath) -> str:
-    key = shorthand_at(path)
-    return f" A number N is short for {{{key}: N}}." if key else ""
 
 
 def _default(info: FieldInfo) -> str:
@@ -281,10 +279,61 @@ def keys_in_words() -> str:
     return "\n".join(blocks)
 
 
-def keys_as_table() -> str:
-    """Return all keys as a Markdown table, for ``docs/reference/cell-keys.md``."""
-    rows = ["| key | takes | meaning |", "|---|---|---|"]
-    for key in all_keys():
-        meaning = key.meaning.replace("|", "\\|")
-        rows.append(f"| `{key.name}` | {key.facts} | {meaning} |")
-    return "\n".join(rows)
+# --- template ---
+
+
+def template() -> str:
+    """Return a commented body for ``%%etrain distributed``.
+
+    Required keys and the loss are active lines. ``# key: value`` shows a default; remove the ``# ``
+    to change it. ``# or`` marks an alternative to the line above.
+    """
+    return "\n".join(_lines_of(TrainConfig)) + "\n"
+
+
+def _lines_of(section: type[Section], *, indent: str = "", off: bool = False) -> Iterator[str]:
+    """Yield the lines of a group; ``off`` comments out all of its keys."""
+    for name, info in section.model_fields.items():
+        key, kind = info.alias or name, info.annotation
+        mark = _mark(info)
+        if mark in ("", "# "):
+            # Align a block's comment markers in one column, so that an editor can uncomment the
+            # block at once.
+            start = f"# {indent}" if off else f"{indent}{mark}"
+        else:
+            start = f"{indent}{mark}"
+        if kind is Interval:
+            yield _commented(f"{start}{key}: {info.default}", info)
+        elif kind is OptimizerConfig:
+            yield _commented(f"{start}{key}: {{name: AdamW, lr: {DEFAULT_LR['AdamW']}}}", info)
+        elif isinstance(kind, type) and issubclass(kind, Section):
+            yield _commented(f"{start}{key}:", info)
+            yield from _lines_of(kind, indent=indent + "  ", off=bool(mark))
+        else:
+            # Prefer the example: some defaults, such as None, do not show which values the key
+            # accepts.
+            shown = info.examples[0] if info.examples else info.default
+            yield _commented(f"{start}{key}: {yaml_of(shown)}", info)
+
+
+def _mark(info: FieldInfo) -> str:
+    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    # Write them as comments, because only one of the two keys may be given.
+    if "instead_of" in extra:
+        return "# or "
+    return "" if info.is_required() or "usual" in extra else "# "
+
+
+def yaml_of(value: Any) -> str:
+    """Return a value as spelled in the cell, on one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {yaml_of(inner)}" for key, inner in value.items()) + "}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _commented(text: str, info: FieldInfo) -> str:
+    meaning = " ".join((info.description or "").split()).rstrip(".")
+    required = "; required" if info.is_required() else ""
+    return f"{text.ljust(COMMENT_COLUMN)}  # {meaning}{required}"

@@ -81,9 +81,7 @@ def compare_configs(old: TrainConfig, new: TrainConfig) -> list[Difference]:
 def with_values(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
     """Return a configuration with some keys changed and all effective values kept.
 
-    Args:
-        config: Configuration of the job.
-        changes: ``pool``, ``min``, ``max``, ``epochs`` or ``steps``; None keeps the current value.
+    ``changes`` has ``pool``, ``min``, ``max``, ``epochs`` or ``steps``; None keeps a value.
 
     Raises:
         ValidationError: If the changed values are inconsistent.

@@ -33,11 +33,7 @@ def fault(
 def check_word(value: Any, known: Sequence[str], *, usual: str = "", hint: str = "") -> Any:
     """Return ``value`` if it is an accepted word; otherwise raise a validation error.
 
-    Args:
-        value: Value in the cell.
-        known: Accepted words, two or more.
-        usual: Suggestion if no accepted word is similar.
-        hint: Suggestion to use instead of any other.
+    The error suggests ``hint``, else a similar word, else ``usual``.
     """
     if value in known:
         return value
@@ -119,12 +115,9 @@ class Interval(Section):
         return interval_parts(data)
 
     def num_passed(self, *, step: int, position: int, num_train: int) -> int:
-        """Return the number of multiples up to a step; 0 for an interval in seconds.
+        """Return the number of multiples up to ``step``; 0 for an interval in seconds.
 
-        Args:
-            step: The step.
-            position: Samples trained on by then, over all epochs.
-            num_train: Samples per epoch.
+        By then, ``position`` samples have been trained on, ``num_train`` per epoch.
         """
         if self.unit == "s":
             return 0

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from etrain_jupyter.config.cell import keys_of
 from etrain_jupyter.config.fields import Interval, Section, interval_words
@@ -76,27 +75,20 @@ def field_at(path: KeyPath) -> FieldInfo | None:
 def keys_at(path: KeyPath, given: Mapping[str, str], *, top: Mapping[str, Any]) -> list[str]:
     """Return the keys that may still be added to a group, in schema order.
 
-    Args:
-        path: The group.
-        given: Keys that the group already has, with their text.
-        top: Top-level keys of the body; groups are nested mappings.
+    ``given`` has the group's keys and ``top`` those of the body, with their text or their keys.
     """
     group = group_at(path)
     if group is None:
         return []
     known = keys_in(path)
-    if group is OptimizerConfig:
-        known = _optimizer_keys(known, given)
+    if group is OptimizerConfig and given.get("reference"):
+        known = ["reference"]
+    elif group is OptimizerConfig:
+        name = find_optimizer(given.get("name") or "AdamW")
+        known = [key for key in known if key not in ("options", "reference")]
+        known += sorted(OPTIONS.get(name, ()))
     free = [key for key in known if key not in given]
     return [key for key in free if not _excludes(path, key, known, given, top)]
-
-
-def _optimizer_keys(known: list[str], given: Mapping[str, str]) -> list[str]:
-    if given.get("reference"):
-        return ["reference"]
-    name = find_optimizer(given.get("name") or "AdamW")
-    own = [key for key in known if key not in ("options", "reference")]
-    return [*own, *sorted(OPTIONS.get(name, ()))]
 
 
 def _excludes(
@@ -111,12 +103,10 @@ def _excludes(
     # Such a key is valid only with an alternative in another group, for example scaling with
     # batch.per_worker.
     group, _, instead = _extra(path, key, "instead_of").partition(".")
-    other = top.get(group)
-    return bool(instead) and isinstance(other, Mapping) and not _has_rival_of(group, instead, other)
-
-
-def _has_rival_of(group: str, key: str, given: Mapping[str, Any]) -> bool:
-    return any(_extra((group,), other, "instead_of") == key for other in given)
+    others = top.get(group)
+    if not instead or not isinstance(others, Mapping):
+        return False
+    return not any(_extra((group,), other, "instead_of") == instead for other in others)
 
 
 def _rivals(path: KeyPath, key: str) -> list[str]:
@@ -143,13 +133,9 @@ def accepts(path: KeyPath, value: Any) -> bool:
         # Ignore errors about other keys, such as missing ones.
         group.model_validate({path[-1]: value})
     except ValidationError as exc:
-        return not any(_is_about(error, path[-1]) for error in exc.errors(include_url=False))
+        errors = exc.errors(include_url=False)
+        return not any(path[-1] in (e.get("ctx", {}).get("path") or e["loc"]) for e in errors)
     return True
-
-
-def _is_about(error: ErrorDetails, key: str) -> bool:
-    where = error.get("ctx", {}).get("path") or error["loc"]
-    return key in where
 
 
 def is_reference(path: KeyPath) -> bool:
@@ -195,7 +181,8 @@ def words_of(path: KeyPath) -> tuple[str, ...]:
         units = {word.split()[-1] for word in words}
         # Examples of intervals, for units that the schema's own examples do not show.
         words += [word for word in _INTERVALS if word.split()[-1] not in units]
-    return tuple(dict.fromkeys(word for word in words if _takes_word(path, word)))
+    values = {"true": True, "false": False}
+    return tuple(dict.fromkeys(word for word in words if accepts(path, values.get(word, word))))
 
 
 def units_of(path: KeyPath, number: str) -> list[str]:
@@ -204,10 +191,6 @@ def units_of(path: KeyPath, number: str) -> list[str]:
         return []
     one = {"steps": "step", "epochs": "epoch"} if number == "1" else {}
     return [one.get(unit, unit) for unit in COUNTED if accepts(path, f"{number} {unit}")]
-
-
-def _takes_word(path: KeyPath, word: str) -> bool:
-    return accepts(path, {"true": True, "false": False}.get(word, word))
 
 
 def parts_of(annotation: Any) -> set[Any]:

@@ -101,7 +101,7 @@ def check_references(
         source: ``ParsedJob.source``, so that errors point into the cell.
 
     Raises:
-        ConfigError: The first error in the cell; a ``CellError`` if there is a cell.
+        ConfigError: The first error in the cell.
     """
     errors = []
     for key, expression in config.references().items():
@@ -144,23 +144,20 @@ class _Check:
         elif isinstance(tree, ast.Call):
             self._check_call(tree)
 
-    def _fault(
-        self, message: str, hint: str = "", node: ast.expr | None = None, length: int = 0
-    ) -> ConfigError:
+    def _fault(self, message: str, hint: str = "", node: ast.expr | None = None) -> ConfigError:
         inside = None
         if node is not None and "\n" not in self.text:
             # ast counts columns in UTF-8 bytes, the cell in characters.
             offset = len(self.text.encode()[: node.col_offset].decode())
-            inside = (offset, length or (node.end_col_offset or 0) - node.col_offset)
+            inside = (offset, (node.end_col_offset or 0) - node.col_offset)
         return self._source.error(self._path, message, hint=hint, inside=inside)
 
     def _parsed(self) -> ast.expr:
         try:
             return ast.parse(self.text, mode="eval").body
         except SyntaxError as exc:
-            inside = (
-                ((exc.offset or 1) - 1, 1) if exc.lineno == 1 and "\n" not in self.text else None
-            )
+            is_on_line = exc.lineno == 1 and "\n" not in self.text
+            inside = ((exc.offset or 1) - 1, 1) if is_on_line else None
             message = f"{self.key}: '{self.text}' is not a valid Python expression ({exc.msg})"
             hint = "write an expression over this notebook's names, or package.module:attribute"
             raise self._source.error(self._path, message, hint=hint, inside=inside) from exc
@@ -189,11 +186,8 @@ class _Check:
                 continue
             found, owner = self._resolve(node.value)
             if found and isinstance(owner, ModuleType) and not _has(owner, node.attr):
-                if (
-                    importlib.util.find_spec(f"{owner.__name__}.{node.attr}")
-                    if hasattr(owner, "__path__")
-                    else None
-                ):
+                submodule = f"{owner.__name__}.{node.attr}"
+                if hasattr(owner, "__path__") and importlib.util.find_spec(submodule):
                     continue
                 # At this point, the attribute is neither loaded nor a submodule that could be
                 # imported.
@@ -268,11 +262,8 @@ class _Check:
             raise self._fault(f"{self.key}: module '{module}' has no '{first}'", hint)
 
     def _no_module(self, module: str, exc: Exception | None) -> ConfigError:
-        why = (
-            f" ({type(exc).__name__}: {exc})"
-            if exc and not isinstance(exc, ModuleNotFoundError)
-            else ""
-        )
+        is_known = exc is None or isinstance(exc, ModuleNotFoundError)
+        why = "" if is_known else f" ({type(exc).__name__}: {exc})"
         return self._fault(
             f"{self.key}: module '{module}' was not found{why}",
             "install it, or put its file next to the notebook",
@@ -282,11 +273,7 @@ class _Check:
 def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
     """Raise an error if the object that a plain name refers to is unsuitable for ``key``.
 
-    Args:
-        key: A key of ``TrainConfig.references()``.
-        text: Expression, for the message.
-        value: The object.
-        fault: Builds the error from a message and a hint.
+    ``key`` is one of ``TrainConfig.references()``. ``fault`` builds the error.
     """
     if value is None:
         raise fault(
@@ -296,7 +283,9 @@ def check_kind(key: str, text: str, value: Any, fault: Any) -> None:
     if isinstance(value, str | bytes | int | float | complex | ModuleType):
         raise fault(f"{key}: '{text}' is {_kind(value)}", _wanted(key))
     if key == "model":
-        _check_model(text, value, fault)
+        is_module = hasattr(value, "state_dict") and hasattr(value, "forward")
+        if not is_module and not callable(value):
+            raise fault(f"model: '{text}' is {_kind(value)}, not an nn.Module", _WANTED["model"])
     elif key in ("data.train", "data.eval"):
         _check_data(key, text, value, fault)
     elif key == "optimizer" and hasattr(value, "param_groups"):
@@ -351,13 +340,9 @@ def _wanted(key: str) -> str:
 
 
 def check_call(key: str, name: str, value: Any, fault: Callable[[str, str], Exception]) -> None:
-    """Raise an error if the job cannot call the object of ``key`` with its arguments.
+    """Raise an error if the job cannot call an object with the arguments of its ``key``.
 
-    Args:
-        key: A key of ``TrainConfig.references()``; keys that are not called always pass.
-        name: Name of the object, for the message.
-        value: The object. One whose signature is unknown passes.
-        fault: Builds the error from a message and a hint.
+    A key that is not called and an object without a known signature always pass.
     """
     wanted = _ARGUMENTS.get("metrics" if key.startswith("metrics.") else key)
     # Of a class such as nn.CrossEntropyLoss, an instance is called.
@@ -380,12 +365,6 @@ def _without_body(tree: ast.Lambda) -> Any:
     args = ast.arguments(**{**dict(ast.iter_fields(tree.args)), **defaults})
     bare = ast.fix_missing_locations(ast.Expression(ast.Lambda(args=args, body=nothing)))
     return eval(compile(bare, "<lambda>", "eval"), {})
-
-
-def _check_model(text: str, value: Any, fault: Any) -> None:
-    is_module = hasattr(value, "state_dict") and hasattr(value, "forward")
-    if not is_module and not callable(value):
-        raise fault(f"model: '{text}' is {_kind(value)}, not an nn.Module", _WANTED["model"])
 
 
 STREAM_HINT = (
@@ -451,19 +430,11 @@ def _check_data(key: str, text: str, value: Any, fault: Any) -> None:
 
 def _parts(text: str, value: Any) -> dict[str, Any]:
     """Split a pair or a dict of arrays into the arrays; return any other value as a single part."""
-    pairs = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if isinstance(value, tuple)
-        else ()
-    )
+    pairs: Any = value.items() if isinstance(value, Mapping) else ()
+    pairs = enumerate(value) if isinstance(value, tuple) else pairs
     parts = {f"{text}[{name!r}]": part for name, part in pairs}
-    return (
-        parts
-        if parts and all(getattr(p, "shape", ()) != () for p in parts.values())
-        else {text: value}
-    )
+    are_arrays = all(getattr(part, "shape", ()) != () for part in parts.values())
+    return parts if parts and are_arrays else {text: value}
 
 
 def _has(owner: ModuleType, name: str) -> bool:

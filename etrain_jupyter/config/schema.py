@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -72,6 +73,12 @@ RESERVED_METRICS = frozenset(
 )
 """Columns of every history; metrics must not use these names."""
 
+
+# Keys whose values are expressions, in addition to the optimizer and the metrics.
+REFERENCES = (
+    *("model", "data.train", "data.eval", "data.collate", "loss", "step", "weight"),
+    *("eval.predict", "eval.score"),
+)
 
 DEFAULT_MAX_WORKERS = 4
 """Default of ``workers.max`` if the pool has at least this many workers."""
@@ -728,19 +735,9 @@ class TrainConfig(Section):
 
     def references(self) -> dict[str, str]:
         """Return all expressions by key, for example ``{"data.train": "train_set"}``."""
-        found = {
-            "model": self.model,
-            "data.train": self.data.train,
-            "data.eval": self.data.eval,
-            "data.collate": self.data.collate,
-            "loss": self.loss,
-            "step": self.step,
-            "weight": self.weight,
-            "eval.predict": self.eval.predict,
-            "eval.score": self.eval.score,
-            "optimizer": self.optimizer.reference,
-            **{f"metrics.{name}": text for name, text in self.metrics.items()},
-        }
+        found = {key: attrgetter(key)(self) for key in REFERENCES}
+        found["optimizer"] = self.optimizer.reference
+        found |= {f"metrics.{name}": text for name, text in self.metrics.items()}
         return {key: text for key, text in found.items() if text is not None}
 
     def num_shards(self) -> int | None:
@@ -761,8 +758,7 @@ class TrainConfig(Section):
     def max_workers(self, cores: int | None = None) -> int:
         """Return the largest number of workers that each get a sample, or a shard, in every step.
 
-        Args:
-            cores: Cores of the pool's machine; None for those of this machine.
+        ``cores`` are those of the pool's machine; None for those of this machine.
         """
         if cores is None:
             cores = num_usable_cores()

@@ -29,7 +29,7 @@ from etrain_jupyter.config.trial_values import (
     used_names,
 )
 from etrain_jupyter.config.vocabulary import describe_foreign, known_in_other_searches
-from etrain_jupyter.config.yaml_nodes import PY_TAG, load_body, visible_names
+from etrain_jupyter.config.yaml_nodes import PY_TAG, ExpressionError, evaluate, load_body
 from etrain_jupyter.errors import ConfigError
 
 KEY = "search"
@@ -120,7 +120,7 @@ def _parse_search(
     if search.max is not None:
         data = _with_length(data, search, source)
     job = parse(data, source, names)
-    search = _complete(search, job.config, space, source)
+    _check_search(search, job.config, space, source)
     template = _make_template(job, namespace, tuple(space))
     check_references(job.config, job.namespace(names), source=source)
     _check_use(job, template, space, source)
@@ -187,9 +187,9 @@ def _with_length(data: dict[str, Any], search: SearchConfig, source: SourceMap) 
     return {**data, "epochs": search.max.value}
 
 
-def _complete(
+def _check_search(
     search: SearchConfig, config: TrainConfig, space: Mapping[str, Parameter], source: SourceMap
-) -> SearchConfig:
+) -> None:
     """Check the search against its job."""
     here: Path = (KEY, "metric")
     if config.data.eval is None:
@@ -215,7 +215,6 @@ def _complete(
             f"divisor={search.divisor} has no effect without a pruner: no trial ends early",
             hint="add pruner: asha, or remove the line",
         )
-    return search
 
 
 def _check_grid(search: SearchConfig, space: Mapping[str, Parameter], source: SourceMap) -> None:
@@ -358,15 +357,9 @@ def _examples(space: Mapping[str, Parameter]) -> Iterator[tuple[dict[str, Value]
 def read_mapping(
     mapping: Mapping[str, Any], *, namespace: Mapping[str, Any], only: str = ""
 ) -> tuple[dict[str, Any], SourceMap]:
-    """Return the values of a mapping, with its expressions evaluated.
+    """Return the values of a mapping, with its expressions evaluated, and the expressions.
 
-    Args:
-        mapping: The keys of a cell; its values may be objects.
-        namespace: The caller's names.
-        only: The top-level key to read; empty for all. Other keys are neither read nor evaluated.
-
-    Returns:
-        The values, and a source map without positions that contains the expressions.
+    Keys other than ``only``, if given, are neither read nor evaluated.
 
     Raises:
         ConfigError: If an expression is invalid or raises.
@@ -387,26 +380,12 @@ def read_mapping(
         if isinstance(value, str) and value.startswith(f"{PY_TAG} "):
             text = value.removeprefix(PY_TAG).strip()
             expressions[path] = text
-            return _evaluate(text, namespace, path)
+            try:
+                return evaluate(text, namespace, "where the search is submitted")
+            except ExpressionError as exc:
+                raise ConfigError(str(exc), path=path, hint=exc.hint) from exc.__cause__
         return value
 
     chosen = {key: value for key, value in mapping.items() if not only or key == only}
     data = read(chosen, ())
     return data, SourceMap(expressions=expressions)
-
-
-def _evaluate(text: str, namespace: Mapping[str, Any], path: Path) -> Any:
-    try:
-        # A copy, so that an assignment expression does not change the caller's names.
-        return eval(compile(text, "<!py>", "eval"), dict(namespace))
-    except SyntaxError as exc:
-        message = f"!py {text}: this is not a valid Python expression ({exc.msg})"
-        raise ConfigError(message, path=path) from exc
-    except NameError as exc:
-        unknown = exc.name or str(exc)
-        hint = did_you_mean(unknown, visible_names(namespace), count=3)
-        message = f"!py {text}: '{unknown}' is not defined where the search is submitted"
-        raise ConfigError(message, path=path, hint=hint) from exc
-    except Exception as exc:  # the caller's code may raise any exception
-        message = f"!py {text} raised {type(exc).__name__}: {exc}"
-        raise ConfigError(message, path=path) from exc

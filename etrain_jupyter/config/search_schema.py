@@ -7,7 +7,7 @@ import itertools
 import keyword
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -166,8 +166,9 @@ class SearchConfig(MetricConfig):
     def _known_method(cls, value: Any) -> Any:
         meant = {"adaptive_asha": "asha", "bayes": "tpe", "bayesian": "tpe"}.get(str(value).lower())
         hint = f"write method: {meant}" if meant else ""
-        known = ("asha", "tpe", "random", "grid")
-        return check_word(value, known, usual="method: asha", hint=hint)
+        return check_word(
+            value, get_args(cls.model_fields["method"].annotation), usual="method: asha", hint=hint
+        )
 
     _words_of_search = words({None: None}, pruner="asha")
     _words_of_sharing = words(sharing="fair")

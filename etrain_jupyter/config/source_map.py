@@ -36,6 +36,8 @@ class SourceMap:
 
     lines: tuple[str, ...] = ()
     """Line 1 is the ``%%etrain`` line."""
+    file: str = ""
+    """Path of the file with these lines; empty for a cell."""
     keys: Mapping[Path, Span] = field(default_factory=lambda: MappingProxyType({}))
     values: Mapping[Path, Span] = field(default_factory=lambda: MappingProxyType({}))
     expressions: Mapping[Path, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -82,6 +84,7 @@ class SourceMap:
             # line up.
             text=self.text_of(span.line).replace("\t", " ").rstrip(),
             length=span.length,
+            file=self.file,
             path=path,
             hint=hint,
         )

@@ -43,14 +43,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.GtE: operator.ge,
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs,
-    "bool": bool,
-    "float": float,
-    "int": int,
-    "max": max,
-    "min": min,
-    "round": round,
-    "str": str,
+    function.__name__: function for function in (abs, bool, float, int, max, min, round, str)
 }
 """Functions that a ``!py`` value with a name of the space may call."""
 
@@ -94,13 +87,10 @@ class TrialTemplate:
             except (ArithmeticError, TypeError, ValueError) as exc:
                 raise ConfigError(f"!py {expression} raised {type(exc).__name__}: {exc}") from exc
         config = parse_section(data, TrainConfig)
-        return self._insert(config, values)
-
-    def _insert(self, config: TrainConfig, values: Mapping[str, Value]) -> TrainConfig:
         dump = config.model_dump(mode="json")
         for key in config.references():
-            *groups, last = key.split(".", 1)
-            group = dump[_GROUPS.get(groups[0], groups[0])] if groups else dump
+            *names, last = key.split(".", 1)
+            group = dump[_GROUPS.get(names[0], names[0])] if names else dump
             if key == "optimizer":
                 group, last = dump["optimizer"], "reference"
             group[last] = insert_values(group[last], values)

@@ -87,7 +87,7 @@ class _Loader(Reader, Scanner, Parser, Composer, _Resolver):
 def load_body(
     body: str, *, namespace: Mapping[str, Any], first_line: str = "", only: str = ""
 ) -> tuple[Any, SourceMap]:
-    """Read the body of a cell.
+    """Read the body of a cell, and return plain data and the positions of its parts.
 
     Args:
         body: The cell without its first line.
@@ -95,55 +95,50 @@ def load_body(
         first_line: The ``%%etrain`` line, which is line 1 in error messages.
         only: The top-level key to read; empty for all. Other keys are neither read nor evaluated.
 
-    Returns:
-        Plain data (None for an empty body), and the positions of its parts.
-
     Raises:
         CellError: If the body is invalid YAML, repeats a key, has a tag other than ``!py``, or
             ``!py`` raises.
     """
-    lines = (first_line or "%%etrain", *LINE_BREAK.split(body))
-    return _load(body, lines, first_line_number=2, namespace=namespace, only=only)
+    source = SourceMap(lines=(first_line or "%%etrain", *LINE_BREAK.split(body)))
+    return _load(body, source, first=2, namespace=namespace, only=only)
 
 
-def load_file(text: str) -> tuple[Any, SourceMap]:
-    """Read a whole file. It may contain only values, because its author is not necessarily trusted.
+def load_file(text: str, file: str = "") -> tuple[Any, SourceMap]:
+    """Read a whole file, and return plain data and the positions of its parts.
 
-    Returns:
-        Plain data (None for an empty file), and the positions of its parts.
+    It may contain only values, because its author is not necessarily trusted.
 
     Raises:
         CellError: If the file is invalid YAML, repeats a key, or has any tag, ``!py`` included.
     """
-    lines = tuple(LINE_BREAK.split(text))
-    return _load(text, lines, first_line_number=1, namespace=None)
+    source = SourceMap(lines=tuple(LINE_BREAK.split(text)), file=file)
+    return _load(text, source, first=1, namespace=None)
 
 
 def _load(
     body: str,
-    lines: tuple[str, ...],
+    source: SourceMap,
     *,
-    first_line_number: int,
+    first: int,
     namespace: Mapping[str, Any] | None,
     only: str = "",
 ) -> tuple[Any, SourceMap]:
-    """Read text that begins on line ``first_line_number`` of ``lines``."""
+    """Read text that begins on line ``first`` of ``source``."""
     try:
         node = _Loader(body).get_single_node()
         if only and isinstance(node, yaml.MappingNode):
             node.value = [pair for pair in node.value if pair[0].value == only]
         #   text -> PyYAML's scanner and parser -> nodes with marks -> _NodeReader -> plain data
         #           MarkedYAMLError: syntax                            CellError: keys, tags, !py
-        reader = _NodeReader(body, lines, first_line_number, namespace)
+        reader = _NodeReader(body, source, first, namespace)
         data = reader.read(node, ()) if node is not None else None
     except ReaderError as exc:
-        raise _unreadable(exc, body, lines, first_line_number) from exc
+        raise _unreadable(exc, body, source, first) from exc
     except yaml.MarkedYAMLError as exc:
-        raise _syntax_error(exc, lines, first_line_number) from exc
+        raise _syntax_error(exc, source, first) from exc
     except RecursionError:
-        raise SourceMap(lines=lines).error_at(
-            Span(line=first_line_number, column=1), "the text is nested too deeply to be read"
-        ) from None
+        start = Span(line=first, column=1)
+        raise source.error_at(start, "the text is nested too deeply to be read") from None
     return data, dataclasses.replace(reader.source, expressions=dict(reader.expressions))
 
 
@@ -153,12 +148,12 @@ class _NodeReader:
     def __init__(
         self,
         body: str,
-        lines: tuple[str, ...],
-        first_line_number: int,
+        source: SourceMap,
+        first: int,
         namespace: Mapping[str, Any] | None,
     ) -> None:
         self._body = body
-        self._first = first_line_number
+        self._first = first
         self._namespace = namespace
         self._num_read = 0
         self._keys: dict[Path, Span] = {}
@@ -167,7 +162,7 @@ class _NodeReader:
         # forever.
         self._open: set[int] = set()
         self.expressions: dict[Path, str] = {}
-        self.source = SourceMap(lines=lines, keys=self._keys, values=self._values)
+        self.source = dataclasses.replace(source, keys=self._keys, values=self._values)
 
     def read(self, node: yaml.Node, path: Path) -> Any:
         """Return the value of a node, and record its position under ``path``."""
@@ -245,24 +240,15 @@ class _NodeReader:
                 node, "!py without an expression", path, "write !py name_in_the_notebook"
             )
         try:
-            # Evaluate in a copy, so that an assignment expression does not change the notebook's
-            # names.
-            return eval(compile(text.strip(), "<!py>", "eval"), dict(self._namespace))
-        except SyntaxError as exc:
-            # Point at the position in the expression; Python's offset counts from 1.
-            span = self._inside(node, text, (exc.offset or 1) - 1)
-            message = f"!py {text}: this is not a valid Python expression ({exc.msg})"
-            raise self.source.error_at(span, message, path=path) from exc
-        except NameError as exc:
-            unknown = exc.name or str(exc)
-            hint = did_you_mean(unknown, visible_names(self._namespace), count=3)
-            message = f"!py {text}: '{unknown}' is not defined in this notebook"
-            raise self._error(
-                node, message, path, hint or "run the cell that defines it first"
-            ) from exc
-        except Exception as exc:  # The user's code may raise any exception; point at the code.
-            message = f"!py {text} raised {type(exc).__name__}: {exc}"
-            raise self._error(node, message, path) from exc
+            return evaluate(text, self._namespace)
+        except ExpressionError as exc:
+            cause = exc.__cause__
+            if isinstance(cause, SyntaxError):
+                # Point at the position in the expression; Python's offset counts from 1.
+                span = self._inside(node, text, (cause.offset or 1) - 1)
+                raise self.source.error_at(span, str(exc), path=path) from cause
+            hint = "run the cell that defines it first" if isinstance(cause, NameError) else ""
+            raise self._error(node, str(exc), path, exc.hint or hint) from cause
 
     def _py_in_file(self, node: yaml.Node, path: Path) -> CellError:
         message = "!py is not evaluated in a file, which may contain plain values only"
@@ -299,6 +285,31 @@ class _NodeReader:
         return Span(line=span.line, column=span.column + begin + offset)
 
 
+class ExpressionError(Exception):
+    """The expression of a ``!py`` is invalid or has raised, which is the cause of this error."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def evaluate(text: str, namespace: Mapping[str, Any], place: str = "in this notebook") -> Any:
+    """Return the value of a ``!py`` expression; raise ``ExpressionError`` if it has none."""
+    try:
+        # Evaluate in a copy, so that an assignment expression does not change the names.
+        return eval(compile(text.strip(), "<!py>", "eval"), dict(namespace))
+    except SyntaxError as exc:
+        message = f"!py {text}: this is not a valid Python expression ({exc.msg})"
+        raise ExpressionError(message) from exc
+    except NameError as exc:
+        unknown = exc.name or str(exc)
+        hint = did_you_mean(unknown, visible_names(namespace), count=3)
+        message = f"!py {text}: '{unknown}' is not defined {place}"
+        raise ExpressionError(message, hint=hint) from exc
+    except Exception as exc:  # The user's code may raise any exception.
+        raise ExpressionError(f"!py {text} raised {type(exc).__name__}: {exc}") from exc
+
+
 def visible_names(namespace: Mapping[str, Any]) -> list[str]:
     """Return the names to suggest to a user, without private names and those of IPython.
 
@@ -325,51 +336,44 @@ def _core_value(kind: str, text: str) -> Any:
     return int(text, base)
 
 
-def _unreadable(
-    exc: ReaderError, body: str, lines: tuple[str, ...], first_line_number: int
-) -> CellError:
+def _unreadable(exc: ReaderError, body: str, source: SourceMap, first: int) -> CellError:
     before = LINE_BREAK.split(body[: exc.position])
-    span = Span(line=len(before) - 1 + first_line_number, column=len(before[-1]) + 1)
+    span = Span(line=len(before) - 1 + first, column=len(before[-1]) + 1)
     code = exc.character if isinstance(exc.character, int) else ord(exc.character)
     message = f"the character U+{code:04X} is not allowed in a cell"
-    return SourceMap(lines=lines).error_at(
-        span, message, hint="remove it: it came with pasted text"
-    )
+    return source.error_at(span, message, hint="remove it: it came with pasted text")
 
 
-def _syntax_error(
-    exc: yaml.MarkedYAMLError, lines: tuple[str, ...], first_line_number: int
-) -> CellError:
+def _syntax_error(exc: yaml.MarkedYAMLError, source: SourceMap, first: int) -> CellError:
+    lines = source.lines
     mark = exc.problem_mark or exc.context_mark
     problem = exc.problem or exc.context or "this is not valid YAML"
     described = f"{exc.context}, {problem}" if exc.context and exc.context != problem else problem
     hint = next((advice for sign, advice in _ADVICE if sign in described), "")
     # Some errors from the composer have no position.
     if mark is None:
-        start = Span(line=first_line_number, column=1)
-        return SourceMap(lines=lines).error_at(start, problem, hint=hint)
-    line, column = mark.line + first_line_number, mark.column + 1
+        return source.error_at(Span(line=first, column=1), problem, hint=hint)
+    line, column = mark.line + first, mark.column + 1
     at_end = line > len(lines) or not lines[line - 1].strip() or "unexpected end" in problem
     if at_end and exc.context_mark is not None:
         # The parser detects the error at the end of the body or on an empty line: point at the
         # start of the construct.
-        line = exc.context_mark.line + first_line_number
+        line = exc.context_mark.line + first
         column = exc.context_mark.column + 1
     # Without its ':', 'epochs 3' continues on the next line, where the parser then reports the
     # error. Point at the line that lacks the colon.
-    is_before = "mapping values" in problem and _lacks_colon(lines, line - 1, first_line_number)
+    is_before = "mapping values" in problem and _lacks_colon(lines, line - 1, first)
     of_key = exc.context_mark if exc.context == "while scanning a simple key" else None
     if is_before or of_key is not None:
-        line = line - 1 if of_key is None else of_key.line + first_line_number
+        line = line - 1 if of_key is None else of_key.line + first
         text = lines[line - 1].strip()
         column, problem = lines[line - 1].index(text) + 1, "this line has no ':'"
         hint = "write 'key: value', with a space after the colon"
         key, _, value = map(str.strip, text.partition("="))
         if value and key.isidentifier():  # epochs = 20
             hint = f"write '{key}: {value}'"
-    return SourceMap(lines=lines).error_at(
-        Span(line=line, column=column), f"this is not valid YAML: {problem}", hint=hint
-    )
+    message = f"this is not valid YAML: {problem}"
+    return source.error_at(Span(line=line, column=column), message, hint=hint)
 
 
 def _lacks_colon(lines: tuple[str, ...], line: int, first: int) -> bool:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from etrain_jupyter.display.numbers import counted
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.plugin import kind_of, load, pool_kinds
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.catalog import PoolEntry, files, read_catalog
-from etrain_jupyter.pools.local.pool import describe_load, list_cluster_ids
 from etrain_jupyter.pools.own_clusters import (
     address_of,
     forget_scheduler,
     note_scheduler,
     noted_schedulers,
 )
-from etrain_jupyter.pools.registry import get_pool, pool_names, pool_of
+from etrain_jupyter.pools.registry import get_pool, pool_at, pool_names, pool_of
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
 from etrain_jupyter.process.start_lock import start_lock
 from etrain_jupyter.process.state_root import local_prefix
-from etrain_jupyter.wire.requests import DescribeCluster, ListCosts, ListJobs, ListNodes
+from etrain_jupyter.wire.requests import (
+    ClusterFacts,
+    DescribeCluster,
+    ListCosts,
+    ListJobs,
+    ListNodes,
+)
 
 
 def describe_pools() -> str:
@@ -74,10 +80,30 @@ def _state_of(cluster: ClusterDir, record: ClusterRecord) -> str:
     return f"{state}; {len(nodes)} machines for ${rate:.3g} per hour, ${spent:.3g} spent"
 
 
+def describe_load(facts: ClusterFacts) -> str:
+    """Return the number of workers and jobs of a cluster, and its idle time.
+
+    >>> describe_load(ClusterFacts(cluster_id="c", pid=1, workers=1, jobs=0, idle_s=7.4))
+    '1 worker, no job, idle for 7 s'
+    """
+    num_workers, num_jobs = facts.workers, facts.jobs
+    workers = counted(num_workers, "worker")
+    if not num_jobs:
+        return f"{workers}, no job, idle for {facts.idle_s:.0f} s"
+    return f"{workers}, {counted(num_jobs, 'job')}"
+
+
 def location_of(entry: PoolEntry) -> str:
     """Return the address, region or partition in a pool's entry, without validating the entry."""
     place = next(filter(None, map(entry.values.get, ("address", "region", "queue"))), None)
     return f", {place}" if isinstance(place, str) else ""
+
+
+def list_cluster_ids() -> list[str]:
+    """Return the ids of this user's clusters on this machine, running, starting or dead."""
+    records = [(cluster.cluster_id, cluster.record()) for cluster in cluster_dirs()]
+    # A cluster without a record is starting or dead. Machines may share the state directory.
+    return [cluster_id for cluster_id, record in records if record is None or record.is_here]
 
 
 def down(cluster: str | None = None, *, all_clusters: bool = False, timeout_s: float = 10.0) -> str:
@@ -90,13 +116,9 @@ def down(cluster: str | None = None, *, all_clusters: bool = False, timeout_s: f
         cluster: Cluster id; or a pool name or address, for all clusters of that pool. On an
             existing Dask cluster, only our plugins are removed.
         all_clusters: Without ``cluster``, shut down all clusters of this user on this machine,
-            with their jobs, and remove our plugins from all Dask schedulers to which this user
-            submitted a job.
+            and remove our plugins from all Dask schedulers to which this user submitted a job.
         timeout_s: Timeout per cluster for processes. Kinds with machines get at least the
             ``down_s`` of their ``PoolKind``.
-
-    Returns:
-        One line per cluster that has ended, and why the others were kept.
 
     Raises:
         PoolError: If there is no cluster with this id, or if processes or files remain.
@@ -189,9 +211,7 @@ def _uninstall_from(address: SchedulerAddress, *, keeps_busy: bool) -> Leftovers
     Raises:
         PoolError: If the scheduler cannot be reached, or if ``keeps_busy`` and it has jobs.
     """
-    from etrain_jupyter.pools.address.pool import AddressPool
-
-    pool = AddressPool.at(address)
+    pool = pool_at(address)
     end = None
     if pool.is_installed():
         if keeps_busy and (why := _jobs_at(address, address.address)):
@@ -219,8 +239,7 @@ def report_ended(leftovers: dict[str, Leftovers], if_none: str) -> str:
 def describe_machines(*, region: str | None = None) -> str:
     """Return the machines of all clusters in the user's accounts, one per line.
 
-    Args:
-        region: Region to search in addition to those of ``pools.yaml``.
+    ``region`` is one in addition to those of ``pools.yaml``.
     """
     found = [load(kind.find)(region) for kind in pool_kinds().values() if kind.find]
     return "\n".join(found) or "No installed kind of pool has machines."

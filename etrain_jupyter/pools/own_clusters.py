@@ -18,7 +18,9 @@ from pathlib import Path
 
 from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.plugin import kind_of, load
+from etrain_jupyter.pools.address.pool import AddressPool
 from etrain_jupyter.pools.catalog import read_own_catalog
+from etrain_jupyter.pools.registry import make_pool
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.state_root import state_root
@@ -163,11 +165,10 @@ def _note_path(cluster_id: str) -> Path:
 
 
 def _in_own_pools(address: str) -> SchedulerAddress | None:
-    from etrain_jupyter.pools.address.pool import AddressPool
-
     with contextlib.suppress(EtrainError):
         for entry in read_own_catalog().values():
             if entry.kind == "address" and entry.values.get("address") == address:
-                pool = AddressPool.from_entry(entry)
+                pool = make_pool(entry)
+                assert isinstance(pool, AddressPool)
                 return dataclasses.replace(pool.address, cluster_id=address)
     return None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 from tests.browser.lab import Notebook
 from tests.browser.test_dashboard import shoot, step_of, stop, wait_for_step
 from tests.browser.test_side_panel import row, show_panel, wait_for_rows_to_move

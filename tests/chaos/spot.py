@@ -34,7 +34,7 @@ from etrain_jupyter.plugins.ec2.simulator.fixtures import point_boto_at
 from etrain_jupyter.plugins.ec2.simulator.records import InstanceRecord
 from etrain_jupyter.pools import get_pool
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.process.processes import processes_of, stamp_of
 from etrain_jupyter.testing.invariants import assert_invariants

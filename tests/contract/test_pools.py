@@ -17,7 +17,7 @@ from etrain_jupyter.plugins.slurm.simulator import FakeSlurm
 from etrain_jupyter.plugins.slurm.spec import SlurmSpec
 from etrain_jupyter.pools.address.pool import AddressPool
 from etrain_jupyter.pools.base import Pool
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.testing.pool_contract import PoolContract
 from tests.capabilities import needs_module

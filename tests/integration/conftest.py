@@ -12,7 +12,7 @@ import pytest
 
 import etrain_jupyter
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 
 PATIENCE_S = 150.0
 

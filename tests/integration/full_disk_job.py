@@ -31,7 +31,7 @@ from etrain_jupyter.log.events import (
     StepUndone,
     WorkerLost,
 )
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 from tests.integration.slow_jobs import PATIENCE_S, until
 
 DISK_BYTES = 2_000_000

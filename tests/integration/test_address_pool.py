@@ -356,13 +356,15 @@ def test_study_of_a_killed_scheduler_is_lost_and_another_scheduler_continues_it(
 
 
 def test_unreachable_addresses_are_distinguished_and_need_no_clean_up(
-    cluster: DaskCluster, runs: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: DaskCluster,
+    runs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shown: list[str] = []
-    AddressPool(cluster.address, notify=shown.append).up()
-    assert shown == [
-        f"{cluster.address} has no workers yet. Jobs wait until you start some, for example with "
-        "`dask worker`."
+    AddressPool(cluster.address).up()
+    assert capsys.readouterr().out.splitlines() == [
+        f"etrain: {cluster.address} has no workers yet. Jobs wait until you start some, for "
+        "example with `dask worker`."
     ]
     monkeypatch.setattr("etrain_jupyter.pools.address.pool.CONNECT_S", 1.0)
     tls = AddressPool(

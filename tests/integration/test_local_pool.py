@@ -19,7 +19,7 @@ import pytest
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.head.keeper import MAX_DEATHS
 from etrain_jupyter.pools.base import Leftovers, Node
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.pools.rpc import ask
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.process.cluster_dir import ClusterDir, ClusterRecord, cluster_dirs
@@ -186,7 +186,7 @@ def test_state_directory_is_readable_by_its_owner_only(shared: Shared) -> None:
 def test_cluster_outlives_the_process_that_started_it(make_pool: MakePool, state: Path) -> None:
     code = """if True:
         import json, sys, time
-        from etrain_jupyter.pools.local.pool import LocalPool
+        from etrain_jupyter.pools.local import LocalPool
         from etrain_jupyter.process.cluster_settings import ClusterSettings
         pool = LocalPool(settings=ClusterSettings(**json.loads(sys.argv[1])))
         print(json.dumps(pool.up().to_dict()), flush=True)
@@ -319,7 +319,7 @@ def test_launcher_killed_during_the_start_leaves_no_second_cluster(
 ) -> None:
     code = """if True:
         import sys
-        from etrain_jupyter.pools.local.pool import LocalPool
+        from etrain_jupyter.pools.local import LocalPool
         from etrain_jupyter.process.cluster_settings import ClusterSettings
         LocalPool(settings=ClusterSettings(coordinator=sys.argv[1])).up()
     """

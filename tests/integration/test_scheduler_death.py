@@ -28,7 +28,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.process.cluster_dir import ClusterRecord, cluster_dirs
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy

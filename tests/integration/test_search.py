@@ -30,7 +30,7 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.notebook.study.open_studies import attach_study
 from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.pools.base import Leftovers
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.capabilities import long

@@ -133,6 +133,15 @@ def test_reference_can_be_read_without_building_the_site(page: str, expected: st
     assert expected in (DOCS / "reference" / page).read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("page", ["cell-keys.md", "ec2-pool-keys.md", "slurm-pool-keys.md"])
+def test_every_key_in_a_table_has_a_meaning(page: str) -> None:
+    lines = (DOCS / "reference" / page).read_text(encoding="utf-8").splitlines()
+    rows = [line.split(" | ") for line in lines if line.startswith("| `")]
+
+    assert len(rows) > 10
+    assert [row[0] for row in rows if len(row[2]) < 10] == []
+
+
 @pytest.mark.plugins
 def test_site_shows_the_api_with_its_own_layout() -> None:
     page = "<!-- ::: a.b\n    options:\n      members: [c]\n-->\n\ntext\n\n<!-- end -->\n\nrest"

@@ -161,43 +161,48 @@ def make_parser(prog: str, summary: str, epilog: str = "") -> Parser:
 
 def distributed_parser() -> Parser:
     """Return the parser for the line ``%%etrain distributed``."""
-    parser = make_parser(
-        f"%%etrain {CELL_COMMAND}",
+    parser = _cell_parser(
+        CELL_COMMAND,
         "Train the job that the YAML in the cell's body describes, on an elastic set of workers.",
         epilog="%etrain template prints a commented body.",
+        makes="job",
+        wait="block until the job has ended; interrupt to stop it",
+        dry_run="check the cell and print the plan; submit nothing",
+        quiet="show no dashboard",
     )
-    parser.body = keys_of(TrainConfig)
-    add = parser.add_argument
-    add("--name", help="name of the job; by default the name in the body, or the model's name")
-    add("-o", "--out", metavar="VAR", help="assign the job to this variable")
-    add("--pool", help="pool of the workers; by default the pool in the body, or local")
-    add("--wait", action="store_true", help="block until the job has ended; interrupt to stop it")
-    add("--dry-run", action="store_true", help="check the cell and print the plan; submit nothing")
-    add("--quiet", action="store_true", help="show no dashboard")
     text = "resume this job from its last checkpoint, with this cell's code and values"
-    add("--resume", metavar="JOB", help=text)
-    add("--force", action="store_true", help=FORCE_HELP)
-    add("--trust", action="store_true", help=TRUST_HELP)
+    parser.add_argument("--resume", metavar="JOB", help=text)
+    parser.add_argument("--force", action="store_true", help=FORCE_HELP)
+    parser.add_argument("--trust", action="store_true", help=TRUST_HELP)
     return parser
 
 
 def search_parser() -> Parser:
     """Return the parser for the line ``%%etrain search``."""
-    parser = make_parser(
-        f"%%etrain {SEARCH_COMMAND}",
+    return _cell_parser(
+        SEARCH_COMMAND,
         "Search over the names in search.space: each trial trains the job in the cell's body with "
         "other values, on the same pool.",
         epilog="The body is that of %%etrain distributed, with the group 'search'.",
+        makes="study",
+        wait="block until the study has ended; it survives an interrupt",
+        dry_run="print the trials and rungs; submit nothing",
+        quiet="show no table",
     )
+
+
+def _cell_parser(
+    command: str, summary: str, *, epilog: str, makes: str, wait: str, dry_run: str, quiet: str
+) -> Parser:
+    parser = make_parser(f"%%etrain {command}", summary, epilog)
     parser.body = keys_of(TrainConfig)
     add = parser.add_argument
-    add("--name", help="name of the study; by default the name in the body, or the model's name")
-    add("-o", "--out", metavar="VAR", help="assign the study to this variable")
+    add("--name", help=f"name of the {makes}; by default the name in the body, or the model's name")
+    add("-o", "--out", metavar="VAR", help=f"assign the {makes} to this variable")
     add("--pool", help="pool of the workers; by default the pool in the body, or local")
-    add("--wait", action="store_true", help="block until the study has ended; it survives an "
-        "interrupt")  # fmt: skip
-    add("--dry-run", action="store_true", help="print the trials and rungs; submit nothing")
-    add("--quiet", action="store_true", help="show no table")
+    add("--wait", action="store_true", help=wait)
+    add("--dry-run", action="store_true", help=dry_run)
+    add("--quiet", action="store_true", help=quiet)
     return parser
 
 
@@ -331,21 +336,16 @@ def _read_arguments(lines: Sequence[str]) -> dict[str, str]:
         # A continuation line, which is indented further than a name.
         elif line.strip():
             texts[name] += " " + line.strip()
-    # Follow the style of argparse's own texts: no capital letter, no full stop.
-    return {name: _uncapitalized(text.rstrip(".")) for name, text in texts.items()}
-
-
-def _uncapitalized(text: str) -> str:
-    # Keep an abbreviation at the start, such as "IAM".
-    return text if text[:2].isupper() else text[:1].lower() + text[1:]
+    # Follow the style of argparse's own texts: no full stop, and no capital letter except in an
+    # abbreviation such as "IAM".
+    return {
+        name: (text if text[:2].isupper() else text[:1].lower() + text[1:]).rstrip(".")
+        for name, text in texts.items()
+    }
 
 
 def one_of(flag: str, word: str, known: Sequence[str]) -> str:
-    """Return ``word`` if it is in ``known``.
-
-    Raises:
-        ConfigError: If it is not; the message suggests the nearest word.
-    """
+    """Return ``word`` if it is known; otherwise raise an error that suggests the nearest word."""
     if word in known:
         return word
     near = difflib.get_close_matches(word, known, n=1)
@@ -354,11 +354,7 @@ def one_of(flag: str, word: str, known: Sequence[str]) -> str:
 
 
 def seconds_of(flag: str, text: str, *, least: float = 0.0) -> float:
-    """Return a duration in seconds: a number, or a number with a unit such as ``15s``, ``5 min``.
-
-    Raises:
-        ConfigError: If it is not a duration, or less than ``least``.
-    """
+    """Return a duration in seconds, ``least`` or more, such as ``15``, ``15s`` or ``5 min``."""
     hint = f"write for example {flag} 15s"
     try:
         value = float(text)

@@ -13,7 +13,7 @@ import shutil
 import ssl
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,10 +61,7 @@ class Finding:
 def examine(store: RunStore, *, with_all: bool = False, region: str | None = None) -> list[Finding]:
     """Check everything that a job needs on this machine; report an exception as a finding.
 
-    Args:
-        store: The run store.
-        with_all: True to check all clusters in the user's accounts too, which sends requests.
-        region: A region to query in addition to those in ``pools.yaml``.
+    ``with_all`` also checks all clusters in the user's accounts, those in ``region`` too.
     """
     checks: dict[str, Callable[[], list[Finding]]] = {
         "python": _check_python,
@@ -96,12 +93,17 @@ def _check_python() -> list[Finding]:
     return [Finding(state="ok", what=what)]
 
 
-def _check_packages() -> list[Finding]:
+def _find_packages(names: Iterable[str], *, if_missing: str) -> list[Finding]:
     findings = []
-    for name in NEEDED:
+    for name in names:
         version = version_of(name)
-        state, remedy = ("ok", "") if version else ("wrong", f"pip install {name}")
+        state, remedy = ("ok", "") if version else (if_missing, f"pip install {name}")
         findings.append(Finding(state=state, what=f"{name} {version or 'missing'}", remedy=remedy))
+    return findings
+
+
+def _check_packages() -> list[Finding]:
+    findings = _find_packages(NEEDED, if_missing="wrong")
     kernel = version_of("ipykernel")
     # Subshells are new in ipykernel 7: they handle a message from the dashboard while a cell runs.
     if kernel and int(kernel.split(".")[0]) < 7:
@@ -131,11 +133,7 @@ def _check_gpus() -> list[Finding]:
 
 
 def _check_screen() -> list[Finding]:
-    findings = []
-    for name in FOR_THE_SCREEN:
-        version = version_of(name)
-        state, remedy = ("ok", "") if version else ("note", f"pip install {name}")
-        findings.append(Finding(state=state, what=f"{name} {version or 'missing'}", remedy=remedy))
+    findings = _find_packages(FOR_THE_SCREEN, if_missing="note")
     if not WIDGET_SCRIPT.is_file():
         remedy = "pip install a wheel, or build the front end: make lab"
         what = "the widget is not built: notebooks show the job as HTML"

@@ -22,12 +22,9 @@ still running."""
 
 
 def find_other_jobs(store: RunStore, followed: Collection[str], *, is_asked: bool) -> OtherJobs:
-    """Return the running jobs that this kernel does not follow, and the live clusters.
+    """Return the running jobs that are not ``followed``, and the live clusters.
 
-    Args:
-        store: The run store; a bucket is listed only on request, since that costs money.
-        followed: Ids of the jobs that this kernel follows.
-        is_asked: True if the user requested the listing.
+    A run store in a bucket is listed only if the user has asked, because that costs money.
     """
     # A panel refreshes on its own, but requests to a bucket are billed.
     is_bucket = str(store) != str(store.root)

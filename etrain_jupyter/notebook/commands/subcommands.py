@@ -22,11 +22,7 @@ from pydantic import ValidationError
 from etrain_jupyter import plugin
 from etrain_jupyter.config import template as make_template
 from etrain_jupyter.config.schema import LogConfig
-from etrain_jupyter.errors import (
-    ConfigError,
-    EtrainError,
-    PoolError,
-)
+from etrain_jupyter.errors import ConfigError, EtrainError, PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.log.tensorboard import OPTIONS, convert, require_tensorboard
 from etrain_jupyter.notebook.commands.arguments import (
@@ -195,12 +191,10 @@ def overview(prog: str) -> str:
     is_notebook = prog.startswith("%")
     lines = [f"{prog} SUB-COMMAND [arguments]; the default is the latest job. All have --help."]
     if is_notebook:
-        lines.append(
-            "  %%etrain distributed   train the job in the cell's YAML body; see %etrain template"
-        )
-        lines.append(
-            "  %%etrain search        train it with several values of its names, and find the best"
-        )
+        lines += [
+            "  %%etrain distributed   train the job in the cell's YAML body; see %etrain template",
+            "  %%etrain search        train it with several values of its names, and find the best",
+        ]
     lines += [
         f"  {c.name:<13}{c.summary}"
         for c in subcommands()
@@ -253,14 +247,11 @@ def _describe_problems(listing: Listing) -> str:
         return ""
     named = [f"  {plain_line(name, 60)}: {why}" for name, why in listing.problems.items()]
     more = [f"  and {len(named) - MAX_PROBLEMS} more"] if len(named) > MAX_PROBLEMS else []
-    return "\n".join(
-        [
-            "\n\nNot listed, because their records are invalid (restore job.json from a backup, or "
-            "delete the folder):",
-            *named[:MAX_PROBLEMS],
-            *more,
-        ]
+    head = (
+        "\n\nNot listed, because their records are invalid (restore job.json from a backup, or "
+        "delete the folder):"
     )
+    return "\n".join([head, *named[:MAX_PROBLEMS], *more])
 
 
 def _row(store: RunStore, record: RunRecord) -> tuple[str, ...]:
@@ -470,13 +461,8 @@ def export(
         weights="raw" if raw else "auto",
         overwrite=overwrite,
     )
-    return f"{describe_which(which)} weights of {found.id} are in {written}"
-
-
-def describe_which(which: str | int) -> str:
-    """Return a phrase such as ``The newest``."""
-    known = {"last": "The newest", "best": "The best"}
-    return known.get(str(which), f"Step {which}'s")
+    described = {"last": "The newest", "best": "The best"}.get(str(which), f"Step {which}'s")
+    return f"{described} weights of {found.id} are in {written}"
 
 
 def scale(
@@ -555,11 +541,8 @@ def _job_is_not_a_worker(surface: Surface, command: str, worker: str | None) -> 
     try:
         yield
     except PoolError as exc:
-        names = {
-            name for record in surface.store.records() for name in (record.name, record.job_id)
-        }
-        # The word is not the name of a job either, so do not add a hint.
-        if worker not in names:
+        # The word may not be the name of a job either.
+        if not any(worker in (record.name, record.job_id) for record in surface.store.records()):
             raise
         raise PoolError(f"{exc}. {worker!r} is a job: %etrain {command} --job {worker}") from exc
 

@@ -25,7 +25,7 @@ from etrain_jupyter.errors import EtrainError
 from etrain_jupyter.notebook.editor.offers import Completion, Offers
 from etrain_jupyter.notebook.job.job_record import RECORD_FILE
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, default_root
-from etrain_jupyter.pools.local.pool import list_cluster_ids
+from etrain_jupyter.pools.clusters import list_cluster_ids
 from etrain_jupyter.pools.registry import pool_names
 from etrain_jupyter.storage.bucket_log.locations import is_remote, spool_of_root
 
@@ -54,10 +54,7 @@ _ID = re.compile(r"(.+)-[0-9a-f]{8}")
 class CachedList:
     """A list that is loaded in a background thread, at most one at a time.
 
-    Args:
-        look_up: Loads the list; may be slow. An exception counts as an empty list.
-        name: Name of the thread.
-        clock: Monotonic clock, in seconds.
+    ``look_up`` loads it and may be slow; an exception counts as an empty list.
     """
 
     def __init__(

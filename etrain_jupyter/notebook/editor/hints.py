@@ -12,7 +12,6 @@ from etrain_jupyter.config.keys import OPTIMIZER, SEARCH, KeyPath, group_at, is_
 from etrain_jupyter.config.source_map import did_you_mean
 from etrain_jupyter.config.vocabulary import known_elsewhere, known_in_other_searches
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND
-from etrain_jupyter.notebook.editor.cursor import CursorContext, Outline
 from etrain_jupyter.notebook.editor.help_texts import (
     find_parser,
     help_on_cell,
@@ -20,7 +19,7 @@ from etrain_jupyter.notebook.editor.help_texts import (
     usage_of,
 )
 from etrain_jupyter.notebook.editor.lines import Magic, find_flag, find_magic, find_place
-from etrain_jupyter.notebook.editor.outline import read_outline
+from etrain_jupyter.notebook.editor.outline import CursorContext, Outline, read_outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +41,10 @@ class Hint:
 
 
 def inspect(text: str, cursor: int, names: Mapping[str, Any]) -> Hint | None:
-    """Return an explanation of the word at the cursor.
+    """Return an explanation of the word at an offset of a cell; None if there is none.
 
-    Args:
-        text: The whole cell. Front ends truncate it at the cursor while they show completions.
-        cursor: Offset in the cell; an offset after its end counts as the end.
-        names: The notebook's names, which take precedence over optimizer names.
-
-    Returns:
-        The hint; None if the text is not an etrain line or cell, or has no explanation.
+    Front ends truncate the text at the cursor while they show completions. An offset after its end
+    counts as the end. The notebook's names take precedence over those of optimizers.
     """
     cursor = min(max(cursor, 0), len(text))
     magic = find_magic(text, cursor)

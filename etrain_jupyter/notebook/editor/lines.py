@@ -69,11 +69,6 @@ class LinePlace:
     begun: str
     """Its part before the cursor."""
 
-    @property
-    def is_at_end(self) -> bool:
-        """True if the cursor is at the end of its word."""
-        return self.word == self.begun
-
 
 def find_place(line: str, column: int) -> LinePlace | None:
     """Find the word at a column; None in a comment."""
@@ -94,7 +89,7 @@ def complete_line(magic: Magic, cursor: int, facts: Facts) -> Offers:
     """Return the completions at the cursor on the line of a magic."""
     place = find_place(magic.line, cursor - magic.start)
     # Inside a word, inserting a completion would leave the rest of the word behind it.
-    if place is None or not place.is_at_end:
+    if place is None or place.word != place.begun:
         return Offers(cursor)
     start = cursor - len(place.begun)
     if not place.words:

@@ -18,10 +18,9 @@ that looks like the next key.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from etrain_jupyter.config.keys import KeyPath, opens_group
-from etrain_jupyter.notebook.editor.cursor import CursorContext, Outline
 
 _QUOTED = r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\n]|'')*'"
 _KEY_LINE = re.compile(rf"((?:{_QUOTED})[ \t]*+|[^\s\"'#\[\]{{}},&*!|>%@`-][^#\n]*?):(?=\s|$)")
@@ -31,6 +30,48 @@ _MAX_DEPTH = 50
 """Maximum nesting of brackets. A real body needs three; the limit prevents deep recursion."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CursorContext:
+    """The key or value at the cursor."""
+
+    path: KeyPath
+    """For a key: the path of its group. For a value: the path of its key."""
+    is_key: bool
+    start: int
+    """Offset at which the key or value starts."""
+    word: str
+    """Its text before the cursor, without an opening quote."""
+    rest: str = ""
+    """Its text after the cursor."""
+    name: str = ""
+    """For a key: its whole text."""
+    has_colon: bool = False
+    """For a key: True if it already has a colon."""
+    is_computed: bool = False
+    """For a value: True after ``!py``."""
+    lacks_space: bool = False
+    """For a value: True if it would touch the colon, so that a completion must add a space."""
+    is_whole: bool = False
+    """True if a complete value follows the cursor, so that nothing can be inserted."""
+
+
+@dataclass
+class Outline:
+    """Keys and values of a body that may be incomplete."""
+
+    context: CursorContext | None = None
+    """The key or value at the cursor; None in a comment, or where neither is possible."""
+    values: dict[KeyPath, str] = field(default_factory=dict)
+    """Every key with the part of its value on the same line; empty for a group."""
+
+    def given(self, group: KeyPath) -> dict[str, str]:
+        """Return the keys of a group with their values, except the key at the cursor."""
+        found = {path[-1]: text for path, text in self.values.items() if path[:-1] == group}
+        if self.context is not None and self.context.is_key and self.context.path == group:
+            found.pop(self.context.name, None)
+        return found
+
+
 @dataclass(frozen=True)
 class _Block:
     indent: int
@@ -38,12 +79,7 @@ class _Block:
 
 
 def read_outline(body: str, cursor: int) -> Outline:
-    """Read a body, which may be incomplete or invalid.
-
-    Args:
-        body: The cell without its first line.
-        cursor: Offset in the body.
-    """
+    """Read a body, which may be incomplete or invalid, with the cursor at an offset."""
     reader = _Reader(body, cursor)
     reader.read()
     return reader.outline

@@ -58,19 +58,14 @@ class GuestNodes(NoNodes):
 
     def release(self, worker: str, *, drain_s: float) -> None:
         """Retire a worker: Dask moves its results elsewhere and closes it."""
-        address = self._address_of(worker)
+        known = self._scheduler.workers.items()
+        address = next((str(one) for one, state in known if str(state.name) == worker), "")
         if address and worker not in self.leaving:
             # `drain_s` has no effect here: Dask has no deadline for a retirement.
             retire = self._scheduler.retire_workers(workers=[address], close_workers=True)
             task = asyncio.get_running_loop().create_task(retire)
             self.leaving[worker] = task
             task.add_done_callback(lambda done: self._note_end(worker, done))
-
-    def _address_of(self, worker: str) -> str:
-        for address, state in self._scheduler.workers.items():
-            if str(state.name) == worker:
-                return str(address)
-        return ""
 
     def _note_end(self, worker: str, task: asyncio.Task[Any]) -> None:
         self.leaving.pop(worker, None)

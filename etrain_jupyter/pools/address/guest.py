@@ -21,11 +21,7 @@ UNFIT = "etrain-unfit"
 
 
 class GuestSupervisor(WorkerPlugin):
-    """Start a supervisor on a worker, if its requirements are installed there.
-
-    Args:
-        version: Version of etrain-jupyter that the coordinator runs.
-    """
+    """Start a supervisor on a worker that has etrain-jupyter ``version`` and torch."""
 
     name = "etrain-supervisor"
     idempotent = True

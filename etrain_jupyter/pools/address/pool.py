@@ -53,7 +53,6 @@ INSTALL_S = 60.0
 """Timeout for installing the plugins on the scheduler and all workers, in seconds."""
 
 T = TypeVar("T")
-Notify = Callable[[str], None]
 
 _notified: set[str] = set()
 """Messages that this process has already shown."""
@@ -88,7 +87,6 @@ class AddressPool:
         address: ``tcp://HOST:PORT`` or ``tls://HOST:PORT``.
         tls: The files ``ca``, ``cert`` and ``key`` for a ``tls://`` address.
         min_version: Minimum TLS version, ``1.2`` or ``1.3``; empty for Dask's default.
-        notify: Shows a message to the user, once per process; prints by default.
     """
 
     is_head_elsewhere = False
@@ -99,9 +97,7 @@ class AddressPool:
         *,
         tls: Mapping[str, str] | None = None,
         min_version: str = "",
-        notify: Notify | None = None,
     ) -> None:
-        self._notify = notify or _print
         files = {
             kind: str(Path(path).expanduser().absolute()) for kind, path in (tls or {}).items()
         }
@@ -128,11 +124,7 @@ class AddressPool:
 
     @classmethod
     def from_entry(cls, entry: PoolEntry) -> AddressPool:
-        """Create the pool from an entry of ``pools.yaml``, without connecting.
-
-        Raises:
-            ConfigError: If a key is invalid, with its position in the file.
-        """
+        """Create the pool from an entry of ``pools.yaml``, without connecting."""
         spec, folder = entry.read_as(AddressSpec), entry.file.parent
         if spec.tls is None:
             return cls(spec.address)
@@ -211,11 +203,7 @@ class AddressPool:
         return open_tasks(self._address, fit)
 
     def is_installed(self) -> bool:
-        """Return whether our coordinator is on the scheduler; False if the scheduler has ended.
-
-        Raises:
-            PoolError: If the scheduler cannot be reached.
-        """
+        """Return whether our coordinator is on the scheduler; False if the scheduler has ended."""
         self._check()
         try:
             return self._with_client(self._is_installed)
@@ -223,11 +211,7 @@ class AddressPool:
             return False
 
     def down(self, *, timeout_s: float = SAVE_S) -> Leftovers:
-        """Stop etrain's jobs with a checkpoint and remove the plugins; Dask keeps running.
-
-        Returns:
-            Plugins that could not be removed.
-        """
+        """Stop etrain's jobs with a checkpoint and remove the plugins; Dask keeps running."""
         self._check()
         try:
             if not self._with_client(self._is_installed):
@@ -278,7 +262,7 @@ class AddressPool:
     def _notify_once(self, text: str) -> None:
         if text not in _notified:
             _notified.add(text)
-            self._notify(text)
+            print(f"etrain: {text}")
 
     # --- requests through Dask's client ---
 
@@ -409,7 +393,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _print(text: str) -> None:
-    print(f"etrain: {text}")

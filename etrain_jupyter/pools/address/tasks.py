@@ -33,15 +33,7 @@ class FitWorkers:
 
 
 async def find_fit_workers(address: str, client: Any) -> FitWorkers:
-    """Find the workers that can run tasks.
-
-    Args:
-        address: The scheduler.
-        client: An asynchronous Dask client.
-
-    Raises:
-        PoolError: If there are none.
-    """
+    """Find the workers that can run tasks; raise ``PoolError`` if there are none."""
     from etrain_jupyter.pools.address.guest_worker import look_here
 
     here = installed_here()

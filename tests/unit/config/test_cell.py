@@ -74,18 +74,6 @@ workers: {min: 1, max: 4}
     assert config.max_workers(64) == 4
 
 
-def test_the_error_of_the_contract_is_printed() -> None:
-    body = "model: Net()\noptimiser: {name: adam}\n"
-    with pytest.raises(CellError) as caught:
-        parse_cell(body, namespace={})
-    assert "\n".join(caught.value.render()) == (
-        "etrain: line 3, column 1: unknown key 'optimiser'\n"
-        "    3 | optimiser: {name: adam}\n"
-        "      | ^^^^^^^^^\n"
-        "  did you mean 'optimizer'?"
-    )
-
-
 @pytest.mark.parametrize(
     ("short", "long"),
     [

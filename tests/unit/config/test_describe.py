@@ -12,7 +12,6 @@ from etrain_jupyter.config.describe import (
     describe,
     describe_optimizer,
     example_body,
-    keys_as_table,
     keys_in_words,
 )
 from etrain_jupyter.config.fields import Interval, Section
@@ -161,12 +160,6 @@ def test_help_lists_every_key_with_its_default() -> None:
     assert [p for p in KEYS if f"  {'.'.join(p)} " not in text] == []
     assert "checkpoint.keep          whole number, 1 or more; default 3" in text
     assert max(map(len, text.splitlines())) <= 100
-
-
-def test_table_for_the_documentation_has_a_row_for_every_key() -> None:
-    rows = keys_as_table().splitlines()[2:]
-
-    assert [row.split("`")[1] for row in rows] == [".".join(path) for path in KEYS]
 
 
 def test_switches_are_the_boolean_options_of_torch() -> None:

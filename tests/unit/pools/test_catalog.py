@@ -14,12 +14,13 @@ from etrain_jupyter.config import parse_cell
 from etrain_jupyter.config.fields import Section
 from etrain_jupyter.errors import CellError, ConfigError
 from etrain_jupyter.notebook.job.runs import open_runs
-from etrain_jupyter.pools.catalog import PoolsFileError, read_catalog
-from etrain_jupyter.pools.for_job import (
+from etrain_jupyter.pools.catalog import read_catalog
+from etrain_jupyter.pools.registry import (
     find_pool,
+    get_pool,
+    pool_names,
     with_shared_checkpoints,
 )
-from etrain_jupyter.pools.registry import get_pool, pool_names
 
 
 class Spec(Section):
@@ -102,7 +103,7 @@ def test_keys_are_validated_as_options_of_the_pool() -> None:
 def test_error_points_at_its_line_of_the_file(text: str, drawing: str) -> None:
     write(text)
 
-    with pytest.raises(PoolsFileError) as caught:
+    with pytest.raises(CellError) as caught:
         read_catalog()["a"].read_as(Spec)
 
     place = f"etrain: {Path('pools.yaml').absolute()}, "
@@ -135,7 +136,7 @@ PWN = "__import__('pathlib').Path('ran').touch()"
 def test_tags_of_a_file_are_not_evaluated(tag: str) -> None:
     write(f'a: {{kind: address}}\nb:\n  kind: address\n  address: {tag} "{PWN}"\n')
 
-    with pytest.raises(PoolsFileError) as caught:
+    with pytest.raises(CellError) as caught:
         read_catalog()
 
     lines = caught.value.render()

@@ -21,7 +21,7 @@ from etrain_jupyter.pools import (
     own_clusters,
 )
 from etrain_jupyter.pools.address.pool import AddressPool
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.start_lock import start_lock
@@ -209,7 +209,7 @@ def test_kernel_with_other_credentials_gets_its_own_local_cluster(
     assert LocalPool()._find() is None
     assert LocalPool(cluster_id=cluster.cluster_id).up() == found
 
-    monkeypatch.setattr("etrain_jupyter.pools.local.pool.remove_stale", lambda root: None)
+    monkeypatch.setattr("etrain_jupyter.pools.local.remove_stale", lambda root: None)
     LocalPool().prepare_start(state)
     assert capsys.readouterr().out == (
         f"etrain: starting another local cluster, because {cluster.cluster_id} was started with "

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.pools.local.pool import describe_load
+from etrain_jupyter.pools.clusters import describe_load
 from etrain_jupyter.process import state_root as state_root_module
 from etrain_jupyter.process.cluster_dir import ClusterDir, remove_stale
 from etrain_jupyter.process.cluster_settings import ClusterSettings

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.notebook.job import open_jobs
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.process.address import SchedulerAddress
 from etrain_jupyter.testing import FaultPlan, submit_with_faults
 from etrain_jupyter.testing.fault_plan import AT_A_PLACE, KINDS, PLACES, PLANTED

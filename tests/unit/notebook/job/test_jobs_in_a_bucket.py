@@ -38,7 +38,7 @@ from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
 from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.storage.bucket_log.uploads import Uploads

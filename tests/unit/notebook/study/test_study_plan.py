@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from etrain_jupyter import launch
-from etrain_jupyter.pools.local.pool import LocalPool
+from etrain_jupyter.pools.local import LocalPool
 
 BODY = """\
 model: Net(width)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from etrain_jupyter.display.numbers import counted
 from etrain_jupyter.pools.base import CostReport
 from etrain_jupyter.pools.detached import DetachedPool
 from etrain_jupyter.process.cluster_dir import ClusterDir, cluster_dirs, remove_stale
 from etrain_jupyter.process.cluster_settings import ClusterSettings
 from etrain_jupyter.process.state_root import environment_digests, local_prefix
-from etrain_jupyter.wire.requests import ClusterFacts
 
 
 class LocalPool(DetachedPool):
@@ -79,23 +77,3 @@ def _environment_of(cluster: ClusterDir) -> dict[str, str]:
         return cluster.settings().environment
     except OSError:
         return {}
-
-
-def list_cluster_ids() -> list[str]:
-    """Return the ids of this user's clusters on this machine, running, starting or dead."""
-    records = [(cluster.cluster_id, cluster.record()) for cluster in cluster_dirs()]
-    # A cluster without a record is starting or dead. Machines may share the state directory.
-    return [cluster_id for cluster_id, record in records if record is None or record.is_here]
-
-
-def describe_load(facts: ClusterFacts) -> str:
-    """Return the number of workers and jobs of a cluster, and its idle time.
-
-    >>> describe_load(ClusterFacts(cluster_id="c", pid=1, workers=1, jobs=0, idle_s=7.4))
-    '1 worker, no job, idle for 7 s'
-    """
-    num_workers, num_jobs = facts.workers, facts.jobs
-    workers = counted(num_workers, "worker")
-    if not num_jobs:
-        return f"{workers}, no job, idle for {facts.idle_s:.0f} s"
-    return f"{workers}, {counted(num_jobs, 'job')}"

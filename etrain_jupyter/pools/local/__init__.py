@@ -1,1 +1,0 @@
-"""The embedded pool: worker processes on this machine."""
