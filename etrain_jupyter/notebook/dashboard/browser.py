@@ -60,40 +60,19 @@ def keep_subshell(comm: Any) -> None:
         comm._reply_subshell_for = lambda data, default: default
 
 
-class WidgetChannel:
-    """Channel to one anywidget.
+def open_widget(saved: dict[str, Any], receive: Receive) -> Any:
+    """Create an anywidget with which messages can be exchanged.
+
+    Its trait ``saved`` is the state that a view shows if no kernel answers.
 
     Raises:
         OSError: If its script was not built.
         ImportError: If anywidget is not installed.
     """
-
-    def __init__(self, saved: dict[str, Any], receive: Receive) -> None:
-        self._widget = _widget_class()(saved=saved)
-        keep_subshell(self._widget.comm)
-        self._widget.on_msg(lambda _widget, content, _buffers: receive(content))
-
-    def send(self, content: dict[str, Any], buffers: list[bytes]) -> None:
-        """Send a message to every view of the widget."""
-        self._widget.send(content, buffers=buffers)
-
-    def save(self, saved: dict[str, Any]) -> None:
-        """Set the state that a view shows if no kernel answers."""
-        self._widget.saved = saved
-
-    def mime(self) -> dict[str, Any]:
-        """Return its MIME bundle."""
-        return {
-            "application/vnd.jupyter.widget-view+json": {
-                "version_major": 2,
-                "version_minor": 0,
-                "model_id": self._widget.model_id,
-            }
-        }
-
-    def close(self) -> None:
-        """Close the widget and its views."""
-        self._widget.close()
+    widget = _widget_class()(saved=saved)
+    keep_subshell(widget.comm)
+    widget.on_msg(lambda _widget, content, _buffers: receive(content))
+    return widget
 
 
 @cache

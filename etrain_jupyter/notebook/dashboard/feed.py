@@ -20,9 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from etrain_jupyter.notebook.dashboard.curves import BY_TIME
+from etrain_jupyter.notebook.dashboard.curves import (
+    BY_TIME,
+    Floats,
+    SmallFloats,
+    between,
+    means,
+    thin,
+)
 from etrain_jupyter.notebook.dashboard.job_view import JobView
-from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats, between, means, thin
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
 Curves = dict[str, tuple[Floats, SmallFloats]]
@@ -126,14 +132,11 @@ def thin_all(curves: Curves, max_points: int) -> Curves:
     """Thin curves, and add the means of those that a view can smooth."""
     thinned = {name: thin(*curve, max_points) for name, curve in curves.items()}
     for name, curve in curves.items():
-        if len(curve[0]) > max_points and _is_noisy(name):
+        # Only these curves are smoothed; a learning rate or a world size is exact.
+        is_noisy = name in ("loss", "samples_per_s") or name.startswith("metrics.")
+        if len(curve[0]) > max_points and is_noisy:
             thinned[MEAN + name] = means(*curve, max_points // 2)
     return thinned
-
-
-def _is_noisy(name: str) -> bool:
-    # Only these curves are smoothed; a learning rate or a world size is exact.
-    return name in ("loss", "samples_per_s") or name.startswith("metrics.")
 
 
 def _blocks(curves: Curves) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ Sanitizers of untrusted notebooks remove ``<svg>`` and ``<style>``, so the chart
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -16,16 +16,10 @@ from etrain_jupyter.display.numbers import dollars, number, seconds
 from etrain_jupyter.display.tables import Html, html_list, html_of, html_table
 from etrain_jupyter.log.events import describe_parameters
 from etrain_jupyter.log.exhibits import Cell, Content, Table
-from etrain_jupyter.notebook.dashboard.freshness import trouble_of
+from etrain_jupyter.notebook.dashboard.curves import Floats, SmallFloats, thin
+from etrain_jupyter.notebook.dashboard.pace import trouble_of
 from etrain_jupyter.notebook.dashboard.saved_exhibits import SavedExhibit, SavedExhibits
-from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats, thin
-from etrain_jupyter.notebook.dashboard.snapshot import (
-    CostSummary,
-    EventLine,
-    Snapshot,
-    TimeSplit,
-    WorkerRow,
-)
+from etrain_jupyter.notebook.dashboard.snapshot import EventLine, Snapshot, WorkerRow
 from etrain_jupyter.untrusted import is_job_id, plain_line, plain_text
 
 Curves = Mapping[str, tuple[Floats, SmallFloats]]
@@ -45,12 +39,7 @@ WORKER_COLUMNS = (
 
 def render_text(snapshot: Snapshot) -> str:
     """Return the job as one line."""
-    facts = [_status(snapshot), _steps(snapshot)]
-    if snapshot.loss is not None:
-        facts.append(f"loss {number(float(snapshot.loss))}")
-    if snapshot.eval:
-        facts += [f"eval {name} {value}" for name, value in _values(snapshot.eval.metrics)]
-    facts.append(f"workers {_workers(snapshot)}")
+    facts = [*_progress_facts(snapshot), *_eval_facts(snapshot), _workers(snapshot)]
     if trouble := _checkpoint_trouble(snapshot):
         facts.append(trouble)
     if snapshot.eta_s is not None:
@@ -60,52 +49,70 @@ def render_text(snapshot: Snapshot) -> str:
 
 def render_html(snapshot: Snapshot, curves: Curves, exhibits: SavedExhibits | None = None) -> str:
     """Return the job as HTML that a sanitizer does not change."""
-    parts = [
-        f"<p><b>{html_of(str(snapshot.name))}</b> {html_of(_headline(snapshot))}</p>",
-        _progress(snapshot),
-        _warning(snapshot),
-        _charts(snapshot, curves),
-        _error(snapshot),
-        render_exhibits(exhibits or SavedExhibits(), snapshot.job_id),
-        _worker_table(snapshot),
-        _event_list(snapshot),
-    ]
-    return plain_text("<div>" + "".join(part for part in parts if part) + "</div>")
+    name, headline = html_of(str(snapshot.name)), html_of(" · ".join(_headline(snapshot)))
+    parts = [f"<p><b>{name}</b> {headline}</p>"]
+    if snapshot.progress is not None:
+        percent = f"{snapshot.progress * 100:.0f} %"
+        value = f"{snapshot.progress:.4f}"
+        parts.append(f'<progress max="1" value="{value}">{percent}</progress> {percent}')
+    # As text too, since a sanitizer may remove the colour.
+    if trouble := _checkpoint_trouble(snapshot):
+        parts.append(f'<p style="color:{ALARM}">{html_of(trouble)}</p>')
+    parts.append(_charts(snapshot, curves))
+    if error := snapshot.error:
+        parts.append(f"<pre><code>{html_of(error.traceback or error.error)}</code></pre>")
+    parts.append(render_exhibits(exhibits or SavedExhibits(), snapshot.job_id))
+    if snapshot.workers:
+        parts.append(html_table(WORKER_COLUMNS, map(_worker_cells, snapshot.workers)))
+        if num_more := snapshot.num_more_workers:
+            parts.append(f"<p>and {num_more:,} more</p>")
+    latest = snapshot.events[-MAX_LISTED_EVENTS:]
+    if items := html_list(_event_item(event, snapshot) for event in reversed(latest)):
+        parts.append(f"<details><summary>Latest events</summary>{items}</details>")
+    return plain_text(f"<div>{''.join(parts)}</div>")
 
 
-def _headline(snapshot: Snapshot) -> str:
-    facts = [_status(snapshot), _steps(snapshot)]
-    if snapshot.loss is not None:
-        facts.append(f"loss {number(float(snapshot.loss))}")
-    facts += [f"{name} {value}" for name, value in _values(snapshot.metrics)]
-    if snapshot.eval:
-        facts += [f"eval {name} {value}" for name, value in _values(snapshot.eval.metrics)]
+def _headline(snapshot: Snapshot) -> Iterator[str]:
+    yield from _progress_facts(snapshot)
+    yield from (f"{name} {value}" for name, value in _values(snapshot.metrics))
+    yield from _eval_facts(snapshot)
     if snapshot.samples_per_s is not None:
-        facts.append(f"{number(float(snapshot.samples_per_s))} samples/s")
+        yield f"{number(float(snapshot.samples_per_s))} samples/s"
     if snapshot.global_batch_size is not None:
-        facts.append(f"batch {snapshot.global_batch_size:,}")
+        yield f"batch {snapshot.global_batch_size:,}"
     if snapshot.num_parameters and snapshot.num_trained_parameters:
-        facts.append(describe_parameters(snapshot.num_trained_parameters, snapshot.num_parameters))
+        yield describe_parameters(snapshot.num_trained_parameters, snapshot.num_parameters)
     if snapshot.lr is not None:
-        facts.append(f"lr {float(snapshot.lr):.3g}")
-    facts.append(f"workers {_workers(snapshot)}")
-    if snapshot.cost:
-        facts.append(_cost(snapshot.cost))
+        yield f"lr {float(snapshot.lr):.3g}"
+    yield _workers(snapshot)
+    if cost := snapshot.cost:
+        amounts = {"spent": cost.spent_usd, "saved": cost.saved_usd, "wasted": cost.wasted_usd}
+        shown = {name: usd for name, usd in amounts.items() if usd or name == "spent"}
+        yield ", ".join(f"{dollars(usd)} {name}" for name, usd in shown.items())
     if snapshot.elapsed_s is not None:
-        facts.append(seconds(snapshot.elapsed_s))
-    return " · ".join(facts)
+        yield seconds(snapshot.elapsed_s)
 
 
-def _cost(cost: CostSummary) -> str:
-    amounts = {"spent": cost.spent_usd, "saved": cost.saved_usd, "wasted": cost.wasted_usd}
-    shown = {name: usd for name, usd in amounts.items() if usd or name == "spent"}
-    return ", ".join(f"{dollars(usd)} {name}" for name, usd in shown.items())
+def _progress_facts(snapshot: Snapshot) -> Iterator[str]:
+    yield snapshot.status + (f" ({snapshot.reason})" if snapshot.reason else "")
+    total = snapshot.total_steps
+    yield f"step {snapshot.step:,}" + (f" of {total:,}" if total else "")
+    if snapshot.loss is not None:
+        yield f"loss {number(float(snapshot.loss))}"
 
 
-def _warning(snapshot: Snapshot) -> str:
-    # Show it as text too, since a sanitizer may remove the colour.
-    text = _checkpoint_trouble(snapshot)
-    return f'<p style="color:{ALARM}">{html_of(text)}</p>' if text else ""
+def _eval_facts(snapshot: Snapshot) -> list[str]:
+    metrics = snapshot.eval.metrics if snapshot.eval else {}
+    return [f"eval {name} {value}" for name, value in _values(metrics)]
+
+
+def _workers(snapshot: Snapshot) -> str:
+    most = snapshot.max_workers
+    return f"workers {snapshot.world_size}" + (f" of {most}" if most else "")
+
+
+def _values(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name, number(float(value))) for name, value in metrics.items()]
 
 
 def _checkpoint_trouble(snapshot: Snapshot) -> str:
@@ -121,91 +128,31 @@ def _checkpoint_trouble(snapshot: Snapshot) -> str:
     return f"checkpoint {trouble}, {last}"
 
 
-def _status(snapshot: Snapshot) -> str:
-    reason = f" ({snapshot.reason})" if snapshot.reason else ""
-    return f"{snapshot.status}{reason}"
-
-
-def _steps(snapshot: Snapshot) -> str:
-    total = snapshot.total_steps
-    return f"step {snapshot.step:,}" + (f" of {total:,}" if total else "")
-
-
-def _workers(snapshot: Snapshot) -> str:
-    most = snapshot.max_workers
-    return f"{snapshot.world_size}" + (f" of {most}" if most else "")
-
-
-def _values(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [(name, number(float(value))) for name, value in metrics.items()]
-
-
-def _progress(snapshot: Snapshot) -> str:
-    if snapshot.progress is None:
-        return ""
-    percent = f"{snapshot.progress * 100:.0f} %"
-    return f'<progress max="1" value="{snapshot.progress:.4f}">{percent}</progress> {percent}'
-
-
-def _error(snapshot: Snapshot) -> str:
-    error = snapshot.error
-    return f"<pre><code>{html_of(error.traceback or error.error)}</code></pre>" if error else ""
-
-
-def _worker_table(snapshot: Snapshot) -> str:
-    if not snapshot.workers:
-        return ""
-    table = html_table(WORKER_COLUMNS, map(_worker_cells, snapshot.workers))
-    num_more = snapshot.num_more_workers
-    return table + (f"<p>and {num_more:,} more</p>" if num_more else "")
-
-
 def _worker_cells(worker: WorkerRow) -> tuple[str, ...]:
-    rank = "" if worker.rank is None else str(worker.rank)
-    state = worker.state + (f" ({worker.note})" if worker.note else "")
-    split = worker.split
+    rate = shares = ""
+    if split := worker.split:
+        rate = f"{split.samples_per_s:,.0f}"
+        parts = sorted(split.shares.items(), key=lambda part: -part[1])
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.01)
+    # The machine's type, price and zone if the pool reports them, otherwise the device.
+    price = "" if worker.usd_per_h is None else f" ${worker.usd_per_h:.2f}/h"
     return (
-        rank,
+        "" if worker.rank is None else str(worker.rank),
         str(worker.worker),
-        state,
-        _machine_of(worker),
-        f"{split.samples_per_s:,.0f}" if split else "",
-        _shares(split) if split else "",
+        worker.state + (f" ({worker.note})" if worker.note else ""),
+        f"{worker.machine}{price} {worker.zone}" if worker.machine else str(worker.device),
+        rate,
+        shares,
         worker.waits_for,
         f"{worker.steps:,}",
     )
 
 
-def _machine_of(worker: WorkerRow) -> str:
-    """Return the machine's type, price and zone if the pool reports them, otherwise the device."""
-    if not worker.machine:
-        return str(worker.device)
-    price = "" if worker.usd_per_h is None else f" ${worker.usd_per_h:.2f}/h"
-    return f"{worker.machine}{price} {worker.zone}"
-
-
-def _shares(split: TimeSplit) -> str:
-    parts = sorted(split.shares.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {share:.0%}" for name, share in parts if share >= 0.01)
-
-
-def _event_list(snapshot: Snapshot) -> str:
-    latest = snapshot.events[-MAX_LISTED_EVENTS:]
-    items = html_list(
-        Html(f"{_since_start(event, snapshot)} {_level(event)}{html_of(event.text)}")
-        for event in reversed(latest)
-    )
-    return f"<details><summary>Latest events</summary>{items}</details>" if items else ""
-
-
-def _level(event: EventLine) -> str:
-    return f"<b>{event.level}</b> " if event.level in ("warning", "error") else ""
-
-
-def _since_start(event: EventLine, snapshot: Snapshot) -> str:
+def _event_item(event: EventLine, snapshot: Snapshot) -> Html:
     # Relative, because an export does not know the reader's time zone.
     passed = max(0, round(event.time - (snapshot.submitted_at or event.time)))
-    return f"+{passed // 60}:{passed % 60:02d}"
+    level = f"<b>{event.level}</b> " if event.level in ("warning", "error") else ""
+    return Html(f"+{passed // 60}:{passed % 60:02d} {level}{html_of(event.text)}")
 
 
 def _charts(snapshot: Snapshot, curves: Curves) -> str:
@@ -258,12 +205,7 @@ def _world_chart(curves: Curves, last_step: float) -> str:
 
 
 def render_exhibits(saved: SavedExhibits, job_id: str) -> str:
-    """Return the newest exhibits, then the older ones by step, collapsed; empty without exhibits.
-
-    Args:
-        saved: The exhibits.
-        job_id: The job, for the command that shows the rest.
-    """
+    """Return the newest exhibits, then the older ones by step, collapsed; empty if none exist."""
     if not saved.total:
         return ""
     names: set[str] = set()
@@ -278,28 +220,20 @@ def render_exhibits(saved: SavedExhibits, job_id: str) -> str:
         state = " open" if _num_lines(one.content) <= MAX_OPEN_LINES else ""
         parts.append(_folded(title, _exhibit_html(one), state))
     for step, group in groupby(older, key=lambda one: one.step):
-        parts.append(_evaluated_exhibits(step, list(group)))
-    return "".join([*parts, _left_out_exhibits(saved, job_id)])
+        evaluated = list(group)
+        title = f"step {step:,}: {', '.join(one.name for one in evaluated)}"
+        parts.append(_folded(title, "".join(map(_exhibit_html, evaluated))))
+    if (num_missing := saved.total - len(saved.exhibits)) > 0:
+        attach = f"%etrain attach {job_id if is_job_id(job_id) else 'JOB'}"
+        parts.append(
+            f"<p>This output does not contain {num_missing:,} of the {saved.total:,} exhibits. To "
+            f"see them, run <code>{attach}</code> in JupyterLab with the etrain extension, or call "
+            "<code>job.exhibits()</code>.</p>"
+        )
+    return "".join(parts)
 
 
-def _evaluated_exhibits(step: int, exhibits: Sequence[SavedExhibit]) -> str:
-    title = f"step {step:,}: {', '.join(one.name for one in exhibits)}"
-    return _folded(title, "".join(_exhibit_html(one) for one in exhibits), "")
-
-
-def _left_out_exhibits(saved: SavedExhibits, job_id: str) -> str:
-    num_missing = saved.total - len(saved.exhibits)
-    if num_missing <= 0:
-        return ""
-    attach = f"%etrain attach {job_id if is_job_id(job_id) else 'JOB'}"
-    return (
-        f"<p>This output does not contain {num_missing:,} of the {saved.total:,} exhibits. To see "
-        f"them, run <code>{attach}</code> in JupyterLab with the etrain extension, or call "
-        "<code>job.exhibits()</code>.</p>"
-    )
-
-
-def _folded(title: str, content: str, state: str) -> str:
+def _folded(title: str, content: str, state: str = "") -> str:
     return f"<details{state}><summary>{html_of(title)}</summary>{content}</details>"
 
 
@@ -310,20 +244,15 @@ def _exhibit_html(exhibit: SavedExhibit) -> str:
         case str() as text:
             return f"<pre><code>{html_of(text)}</code></pre>"
         case Table() as table:
-            return html_table(table.columns, [[*map(_exhibit_cell, row)] for row in table.rows])
+            rows = [["" if cell is None else _shown(cell) for cell in row] for row in table.rows]
+            return html_table(table.columns, rows)
 
 
-def _exhibit_cell(value: Cell) -> str:
-    if value is None:
-        return ""
+def _shown(value: Cell) -> str:
     return number(value) if isinstance(value, float) else str(value)
 
 
 def _num_lines(content: Content) -> int:
-    match content:
-        case str():
-            return content.count("\n")
-        case Table():
-            return len(content.rows)
-        case _:
-            return 0
+    if isinstance(content, Table):
+        return len(content.rows)
+    return content.count("\n") if isinstance(content, str) else 0

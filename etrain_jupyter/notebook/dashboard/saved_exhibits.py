@@ -76,10 +76,6 @@ def choose_saved(
     """Choose the exhibits for the saved output: the newest of each name first, then older ones.
 
     One that is too large is skipped, so that it does not displace all others.
-
-    Args:
-        stored: Exhibits of a job, by step and then by name.
-        max_bytes: Maximum size of the chosen exhibits.
     """
     newest: dict[str, ExhibitStored] = {}
     older = []
@@ -101,11 +97,7 @@ def choose_saved(
 
 
 class ExhibitCache:
-    """Contents of the exhibits in the saved output. Thread-safe.
-
-    Args:
-        read: Reads an exhibit, which may take seconds for a job in a bucket.
-    """
+    """Contents of the exhibits in the saved output. Thread-safe."""
 
     def __init__(self, read: ReadExhibit | None) -> None:
         self._read = read

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from etrain_jupyter.notebook.dashboard.curves import means
 from etrain_jupyter.notebook.dashboard.job_view import JobView
-from etrain_jupyter.notebook.dashboard.series import means
 
 ROWS_EVERY_S = 0.5
 POLL_EVERY_S = 20.0
@@ -59,9 +59,6 @@ Look = Callable[[Collection[str], bool], OtherJobs]
 class SidePanel:
     """Send the messages, from one background thread that ends when no front end is watching.
 
-    Args:
-        post: Sends a message to the front ends.
-
     Attributes:
         num_errors: Number of failed scans and messages. Their exceptions are counted, not raised.
     """
@@ -99,12 +96,17 @@ class SidePanel:
             template: Returns a template cell.
             compare: Compares jobs, given their IDs, and returns an HTML page.
         """
+
+        def compare_named(content: Mapping[str, Any]) -> str:
+            job_ids = content.get("job_ids")
+            return compare(list(map(str, job_ids)) if isinstance(job_ids, list) else [])
+
         with self._lock:
             self._look = look
             self._handlers = {
                 "attach": lambda content: attach(str(content.get("job_id", ""))),
                 "template": lambda content: template(),
-                "compare": lambda content: compare(_job_ids_in(content)),
+                "compare": compare_named,
             }
         self._is_due.set()
 
@@ -146,10 +148,16 @@ class SidePanel:
     def receive(self, content: Mapping[str, Any]) -> None:
         """Handle a message from a front end, on a kernel thread."""
         ask = content.get("ask")
-        if ask in ("watch", "look"):
-            self._watch(is_asked=ask == "look")
-        else:
+        if ask not in ("watch", "look"):
             self._answer(str(ask), content)
+            return
+        with self._lock:
+            self._watched_until = time.monotonic() + WATCHED_S
+            # If the front end was reloaded since the last `watch`, it has no rows.
+            self._is_whole_due = True
+            self._is_scan_requested |= ask == "look"
+            self._start("etrain-side-panel", self._run)
+        self._is_due.set()
 
     def _answer(self, ask: str, content: Mapping[str, Any]) -> None:
         handler = self._handlers.get(ask)
@@ -166,15 +174,6 @@ class SidePanel:
         # Always answer: the front end shows a progress indicator until it receives a reply.
         self._post({"tell": "answer", "to": to, "level": level, "text": text})
 
-    def _watch(self, *, is_asked: bool) -> None:
-        with self._lock:
-            self._watched_until = time.monotonic() + WATCHED_S
-            # If the front end was reloaded since the last `watch`, it has no rows.
-            self._is_whole_due = True
-            self._is_scan_requested |= is_asked
-            self._start("etrain-side-panel", self._run)
-        self._is_due.set()
-
     def _start(self, name: str, work: Callable[[], None]) -> None:
         # The caller holds the lock, and a thread removes its name under the lock before it ends. A
         # `watch` therefore either finds a thread that will handle it, or starts a new one.
@@ -190,7 +189,8 @@ class SidePanel:
             # Clear it before building the rows, so that a change in the meantime sets it again.
             self._is_due.clear()
             with self._lock:
-                if self._is_scan_due():
+                is_late = time.monotonic() - self._scanned_at >= POLL_EVERY_S
+                if self._look is not None and (is_late or self._is_scan_requested):
                     self._scanned_at = time.monotonic()
                     self._start("etrain-look-around", self._scan)
             try:
@@ -199,7 +199,9 @@ class SidePanel:
                 self.num_errors += 1
             # The sleep limits the rate; the wait ends early if there is a change.
             time.sleep(ROWS_EVERY_S)
-            self._is_due.wait(self._max_wait_s())
+            with self._lock:
+                until = min(self._watched_until, self._scanned_at + POLL_EVERY_S)
+            self._is_due.wait(max(0.0, until - time.monotonic()))
 
     def _is_watched(self) -> bool:
         with self._lock:
@@ -207,11 +209,6 @@ class SidePanel:
             if not is_watched:
                 del self._threads["etrain-side-panel"]  # the next watch starts a new one
             return is_watched
-
-    def _max_wait_s(self) -> float:
-        with self._lock:
-            until = min(self._watched_until, self._scanned_at + POLL_EVERY_S)
-        return max(0.0, until - time.monotonic())
 
     def _send_rows(self) -> None:
         with self._lock:
@@ -239,10 +236,6 @@ class SidePanel:
 
     # --- the thread that scans ---
 
-    def _is_scan_due(self) -> bool:
-        is_late = time.monotonic() - self._scanned_at >= POLL_EVERY_S
-        return self._look is not None and (is_late or self._is_scan_requested)
-
     def _scan(self) -> None:
         # A disk or bucket that does not respond may block this thread; no second thread is started.
         with self._lock:
@@ -260,11 +253,6 @@ class SidePanel:
             with self._lock:
                 del self._threads["etrain-look-around"]
             self._is_due.set()
-
-
-def _job_ids_in(content: Mapping[str, Any]) -> list[str]:
-    job_ids = content.get("job_ids")
-    return [str(job_id) for job_id in job_ids] if isinstance(job_ids, list) else []
 
 
 def row_of(view: JobView) -> dict[str, Any]:

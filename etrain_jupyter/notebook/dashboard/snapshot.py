@@ -174,7 +174,9 @@ class ExhibitSeries:
     """Steps of the evaluations that have one, in ascending order."""
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not frozen, because `job_view` updates a snapshot of its own: a copy per event would double the
+# time to fold a step.
+@dataclass(kw_only=True, slots=True)
 class Snapshot:
     """The state of one job at one time. Times are seconds since the epoch."""
 
@@ -250,11 +252,7 @@ class Snapshot:
     """Oldest first."""
 
     def to_json(self, *, without: Collection[str] = ()) -> Json:
-        """Return the snapshot as JSON-able data.
-
-        Args:
-            without: Names of fields to leave out.
-        """
+        """Return the snapshot as JSON-able data."""
         # Do not use dataclasses.asdict, which makes deep copies: this runs for each message.
         names = (name for name in field_names(Snapshot) if name not in without)
         return {name: to_json(getattr(self, name)) for name in names}

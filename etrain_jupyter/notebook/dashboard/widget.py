@@ -13,7 +13,7 @@ from typing import Any
 
 from etrain_jupyter.log.events import Event, ExhibitStored
 from etrain_jupyter.notebook.dashboard import browser
-from etrain_jupyter.notebook.dashboard.curves import UNDONE
+from etrain_jupyter.notebook.dashboard.curves import UNDONE, Floats, SmallFloats
 from etrain_jupyter.notebook.dashboard.feed import Curves, ViewFeed, thin_all
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
 from etrain_jupyter.notebook.dashboard.job_view import JobView
@@ -27,11 +27,11 @@ from etrain_jupyter.notebook.dashboard.saved_exhibits import (
     answer_request,
     choose_saved,
 )
-from etrain_jupyter.notebook.dashboard.series import Floats, SmallFloats
 from etrain_jupyter.notebook.dashboard.side_panel import row_of
 from etrain_jupyter.notebook.dashboard.snapshot import Snapshot
 
 MIME = "application/vnd.etrain.job+json"
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 FLUSH_EVERY_S = 0.05
 """Minimum interval between two messages, in seconds. A higher rate is not visible."""
 SAVE_EVERY_S = 5.0
@@ -92,7 +92,7 @@ class Dashboard:
         self._thread: threading.Thread | None = None
         self._version = 0
         self._is_unsent = self._is_unsaved = self._is_shown = self._is_closed = False
-        self._widget: browser.WidgetChannel | None = None
+        self._widget: Any = None  # an anywidget while the job runs
         self._outbox: deque[Callable[[], None]] = deque()  # filled under _changed, emptied without
         self._sending, self._saving = threading.Lock(), threading.Lock()
         self._saver: threading.Thread | None = None
@@ -164,7 +164,7 @@ class Dashboard:
         return self._version
 
     def row(self) -> dict[str, Any]:
-        """Return the job as a row of a list; see ``row.row_of``."""
+        """Return the job as a row of a list; see ``side_panel.row_of``."""
         with self._changed:
             return row_of(self._view)
 
@@ -175,13 +175,15 @@ class Dashboard:
     def bundle(self) -> dict[str, Any]:
         """Return the representations of the job, for any front end, by MIME type."""
         snapshot, curves, exhibits = self._saved_state()
-        bundle = {
+        bundle: dict[str, Any] = {
             "text/plain": render_text(snapshot),
             "text/html": render_html(snapshot, curves, exhibits),
             MIME: _saved(snapshot, curves, exhibits),
         }
-        widget = self._widget
-        return bundle | (widget.mime() if widget else {})
+        if (widget := self._widget) is not None:
+            model = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
+            bundle[WIDGET_MIME] = model
+        return bundle
 
     def _saved_state(self) -> tuple[Snapshot, Curves, SavedExhibits]:
         with self._changed:
@@ -235,20 +237,16 @@ class Dashboard:
     def _wait_for_changes(self, saved_at: float) -> bool:
         """Wait for changes or for the next save; return False if the thread must end."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_unsent or self._is_closed, timeout=self._max_wait_s(saved_at)
-            )
+            wait_s = None
+            if self._view.is_terminal:
+                wait_s = LINGER_S
+            elif self._is_unsaved:
+                wait_s = max(0.0, saved_at + self._save_every_s() - time.monotonic())
+            self._changed.wait_for(lambda: self._is_unsent or self._is_closed, timeout=wait_s)
             has_ended = self._view.is_terminal and not self._is_unsent
             if has_ended or self._is_closed:
                 self._thread = None  # from now on, add_events starts a new one
             return self._thread is not None
-
-    def _max_wait_s(self, saved_at: float) -> float | None:
-        if self._view.is_terminal:
-            return LINGER_S
-        if self._is_unsaved:
-            return max(0.0, saved_at + self._save_every_s() - time.monotonic())
-        return None
 
     def _save_every_s(self) -> float:
         is_only_widget = self._widget_feed.is_open and not self._link_feed.is_open
@@ -326,16 +324,19 @@ class Dashboard:
             bundle = self.bundle()
             if is_terminal:
                 # The widget ends with the kernel. A saved notebook must show the HTML instead.
-                bundle.pop("application/vnd.jupyter.widget-view+json", None)
+                bundle.pop(WIDGET_MIME, None)
             if widget is not None:
-                widget.save(bundle[MIME])
+                widget.saved = bundle[MIME]
             browser.publish(bundle, self._display_id, update=True)
 
     # --- the channels ---
 
-    def _open_widget(self) -> browser.WidgetChannel | None:
+    def _open_widget(self) -> Any:
         try:
-            return browser.WidgetChannel(_saved(*self._saved_state()), self._receive_from_widget)
+            return browser.open_widget(
+                _saved(*self._saved_state()),
+                lambda content: self._receive(self._widget_feed, content),
+            )
         except (OSError, ImportError):
             return None  # not built or not installed: front ends show the HTML instead
 
@@ -352,14 +353,11 @@ class Dashboard:
         if widget is not None:
             # Runs under _changed, so only queue the message; _send_out sends it.
             about = {**content, "job_id": self._job_id}
-            self._outbox.append(lambda: widget.send(about, buffers))
+            self._outbox.append(lambda: widget.send(about, buffers=buffers))
 
     def _send_to_link(self, content: dict[str, Any], buffers: list[bytes]) -> None:
         message = self._job_id, self._receive_from_link, content, buffers
         self._outbox.append(lambda: link().send(*message))
-
-    def _receive_from_widget(self, content: dict[str, Any]) -> None:
-        self._receive(self._widget_feed, content)
 
     def _receive_from_link(self, content: dict[str, Any]) -> None:
         self._receive(self._link_feed, content)

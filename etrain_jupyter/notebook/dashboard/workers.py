@@ -39,11 +39,8 @@ class TrackedWorker:
     """State of one worker; see ``WorkerRow`` for the fields that they share."""
 
     worker: str
-    device: str = ""
-    machine: str = ""
-    zone: str = ""
-    lifecycle: str = ""
-    usd_per_h: float | None = None
+    joined: WorkerJoined | None = None
+    """None if the log does not contain that it joined."""
     state: str = "starting"
     note: str = ""
     rank: int | None = None
@@ -55,12 +52,6 @@ class TrackedWorker:
     timing: RankTimed | None = None
     """The newest report of its step times."""
 
-    def steps(self, num_steps: int) -> int:
-        """Return its steps once the job has committed ``num_steps``."""
-        # Count steps as a difference, so that a step with 200 workers does not update 200 rows.
-        current = num_steps - self.entered_at if self.rank is not None else 0
-        return self.steps_before + current
-
     def leave_generation(self, num_steps: int, *, keep_rank: bool = False) -> None:
         """Stop counting steps for this worker."""
         if self.rank is not None:
@@ -69,28 +60,36 @@ class TrackedWorker:
             self.rank = self.rank if keep_rank else None
 
     def to_row(self, num_steps: int) -> WorkerRow:
-        """Return its row in the table."""
+        """Return its row in the table once the job has committed ``num_steps``."""
+        # Count steps as a difference, so that a step with 200 workers does not update 200 rows.
+        current = num_steps - self.entered_at if self.rank is not None else 0
+        joined = self.joined
         return WorkerRow(
             worker=self.worker,
             rank=None if self.state == "waiting" else self.rank,
             state=self.state,
             note=self.note,
-            device=self.device,
-            machine=self.machine,
-            zone=self.zone,
-            lifecycle=self.lifecycle,
-            usd_per_h=self.usd_per_h,
+            device=joined.device if joined else "",
+            machine=joined.machine if joined else "",
+            zone=joined.zone if joined else "",
+            lifecycle=joined.lifecycle if joined else "",
+            usd_per_h=joined.usd_per_h if joined else None,
             trainer_pid=self.trainer_pid,
-            steps=self.steps(num_steps),
+            steps=self.steps_before + current,
             split=split_of(self.timing),
             waits_for=waiting_reason(self.state, self.note, self.timing),
         )
 
 
 class WorkerTable:
-    """All workers of a job, including those that left most recently."""
+    """All workers of a job, including those that left most recently.
+
+    Attributes:
+        num_steps: Number of steps that the job has committed so far.
+    """
 
     def __init__(self) -> None:
+        self.num_steps = 0
         self._rows: dict[str, TrackedWorker] = {}
 
     def join(self, event: WorkerJoined) -> None:
@@ -99,11 +98,7 @@ class WorkerTable:
         previous = self._rows.pop(event.worker, None)
         self._rows[event.worker] = TrackedWorker(
             worker=event.worker,
-            device=event.device,
-            machine=event.machine,
-            zone=event.zone,
-            lifecycle=event.lifecycle,
-            usd_per_h=event.usd_per_h,
+            joined=event,
             steps_before=previous.steps_before if previous else 0,
             timing=previous.timing if previous else None,
         )
@@ -123,17 +118,18 @@ class WorkerTable:
         if row is not None and event.num_steps:
             row.timing = event
 
-    def form(self, ranks: Sequence[str], trainer_pids: Sequence[int], num_steps: int) -> list[str]:
+    def form(self, ranks: Sequence[str], trainer_pids: Sequence[int]) -> list[str]:
         """Start a generation; return the workers that are new in it, in rank order."""
         # Workers of the previous generation. A paused worker keeps its rank, so it is not new.
         present = {row.worker for row in self._rows.values() if row.rank is not None}
         for row in self._rows.values():
-            row.leave_generation(num_steps)
+            row.leave_generation(self.num_steps)
             # The worker is idle, unless the loop below adds it to the new generation.
             row.state = "warm" if row.state in ("training", "waiting") else row.state
         for rank, worker in enumerate(ranks):
             row = self._row(worker)
-            row.rank, row.state, row.note, row.entered_at = rank, "training", "", num_steps
+            row.rank, row.state, row.note = rank, "training", ""
+            row.entered_at = self.num_steps
             # Another user may have written the log, with fewer process ids than ranks.
             if rank < len(trainer_pids):
                 row.trainer_pid = trainer_pids[rank]
@@ -153,31 +149,31 @@ class WorkerTable:
         """Return the number of workers that are training, including those about to leave."""
         return sum(row.rank is not None and row.state != "waiting" for row in self._rows.values())
 
-    def mark(self, worker: str, state: str, note: str, num_steps: int) -> None:
+    def mark(self, worker: str, state: str, note: str) -> None:
         """Record that a worker is leaving, has left or was lost."""
         row = self._row(worker)
         row.state, row.note = state, note
         # A worker that is about to leave still trains until the next step boundary.
         if state != "leaving":
-            row.leave_generation(num_steps)
+            row.leave_generation(self.num_steps)
             self._drop_oldest_gone()
 
-    def end(self, num_steps: int) -> None:
+    def end(self) -> None:
         """Mark the remaining workers as done, because the job has ended."""
         for row in self._rows.values():
-            row.leave_generation(num_steps, keep_rank=True)
+            row.leave_generation(self.num_steps, keep_rank=True)
             if row.state not in GONE:
                 row.state, row.note = "done", ""
 
-    def restart(self, num_steps: int) -> None:
+    def restart(self) -> None:
         """Mark all workers as left, because the job was resumed with new ones."""
         for row in self._rows.values():
-            row.leave_generation(num_steps)
+            row.leave_generation(self.num_steps)
             if row.state != "lost":
                 row.state, row.note = "left", "before the resume"
         self._drop_oldest_gone()
 
-    def rows(self, num_steps: int) -> tuple[WorkerRow, ...]:
+    def rows(self) -> tuple[WorkerRow, ...]:
         """Return the rows: ranks in order, then newcomers, then workers that are gone.
 
         Of more than ``MAX_ROWS`` workers, those that are not training come first, because a reader
@@ -188,7 +184,7 @@ class WorkerTable:
             shown.sort(key=lambda row: (row.state == "training", row.rank or 0))
             del shown[MAX_ROWS:]
         shown.sort(key=lambda row: (row.state in GONE, row.rank is None, row.rank or 0))
-        return tuple(row.to_row(num_steps) for row in shown)
+        return tuple(row.to_row(self.num_steps) for row in shown)
 
     @property
     def num(self) -> int:
@@ -230,7 +226,7 @@ def split_of(timing: RankTimed | None) -> TimeSplit | None:
 def waiting_reason(state: str, note: str, timing: RankTimed | None) -> str:
     """Return why a worker is not computing; empty if it is.
 
-    >>> what_it_waits_for("warm", "", None)
+    >>> waiting_reason("warm", "", None)
     'the next generation'
     """
     if state == "waiting":

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from etrain_jupyter.log import events as t
-from etrain_jupyter.notebook.dashboard.freshness import trouble_of
 from etrain_jupyter.notebook.dashboard.html import render_html, render_text
 from etrain_jupyter.notebook.dashboard.job_view import JobView
+from etrain_jupyter.notebook.dashboard.pace import trouble_of
 from etrain_jupyter.notebook.dashboard.snapshot import CheckpointDue
 from tests.unit.log.spent import PLAIN_STEP
 from tests.unit.notebook.dashboard.scripted_job import JOB_ID, Script
@@ -31,18 +31,9 @@ def job(every: str | None, *, steps: int = 40, step_s: float = 2.0) -> tuple[Job
 
 def step_at(script: Script, step: int, time: float) -> t.Event:
     script.now = time
+    values = {"samples": 1, "sample_checksum": 0, "loss": 1.0, "lr": 0.1, "world_size": 2}
     return script.make(
-        t.StepCompleted,
-        step=step,
-        epoch=0,
-        first=0,
-        samples=1,
-        sample_checksum=0,
-        loss=1.0,
-        lr=0.1,
-        world_size=2,
-        samples_per_s=1.0,
-        **PLAIN_STEP,
+        t.StepCompleted, step=step, epoch=0, first=0, samples_per_s=1.0, **values, **PLAIN_STEP
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etrain_jupyter.notebook.dashboard.series import Series, between, means, thin
+from etrain_jupyter.notebook.dashboard.curves import Series, between, means, thin
 
 
 def series_of(points: list[tuple[float, float]]) -> Series:

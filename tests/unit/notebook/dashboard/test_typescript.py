@@ -1,17 +1,17 @@
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from etrain_jupyter.notebook.dashboard.facts import JobFacts
 from etrain_jupyter.notebook.dashboard.snapshot import (
     ChartList,
     LatestCheckpoint,
     Snapshot,
-    field_names,
 )
 from etrain_jupyter.notebook.dashboard.typescript import comment_of, generate, type_of
+from tests.capabilities import skip_without
 
 GENERATED = Path(__file__).parents[4] / "labextension" / "src" / "snapshot.ts"
 
@@ -40,12 +40,6 @@ def test_long_comment_is_wrapped_as_prettier_leaves_it() -> None:
     assert max(map(len, lines)) <= 100
 
 
-def test_facts_of_the_fold_are_the_first_fields_of_a_snapshot() -> None:
-    facts = field_names(JobFacts)
-
-    assert field_names(Snapshot)[: len(facts)] == facts
-
-
 def test_snapshot_has_the_json_form_that_saved_notebooks_and_the_front_end_expect() -> None:
     snapshot = Snapshot(
         job_id="digits-7f3a",
@@ -63,3 +57,16 @@ def test_snapshot_has_the_json_form_that_saved_notebooks_and_the_front_end_expec
     assert found["charts"] == {"metrics": ["accuracy"], "has_eval": True}
     assert found["checkpoint"] == {"step": 3, "time": 1.5, "size_bytes": 9, "count": 1}
     assert found["checkpoint_due"] == {"since": None, "limit_s": None, "failed": ""}
+
+
+FRONT_END = Path(__file__).parents[4] / "labextension"
+
+
+def test_front_end_passes_its_node_tests() -> None:
+    skip_without("node")
+
+    run = subprocess.run(
+        ["node", "--test", "test/"], cwd=FRONT_END, capture_output=True, text=True, check=False
+    )
+
+    assert run.returncode == 0, run.stdout[-4000:]
