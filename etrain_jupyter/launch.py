@@ -19,7 +19,7 @@ from etrain_jupyter.notebook.display import show
 from etrain_jupyter.notebook.job.open_jobs import submit_job
 from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.job.profile import measure_steps, profile_config
-from etrain_jupyter.notebook.job.requests import ResumeRequest
+from etrain_jupyter.notebook.job.resume import ResumeRequest
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.same_cell import warn_of_earlier_jobs
 from etrain_jupyter.notebook.job.training_job import TrainingJob

@@ -176,8 +176,8 @@ class _Frame:
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: int = 400) -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}"'
-    return f"<text {place}>{html_of(text, MAX_LABEL)}</text>"
+    attributes = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}"'
+    return f"<text {attributes}>{html_of(text, MAX_LABEL)}</text>"
 
 
 def _ticks(values: Iterable[float], most: int = 6) -> list[float]:

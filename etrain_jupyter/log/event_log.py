@@ -290,7 +290,7 @@ class LogReader:
 
     def skip(self, num_events: int) -> int:
         """Skip at most ``num_events`` events without parsing them; return the number skipped."""
-        return len(self._take_lines(num_events))
+        return len(self.read_lines(num_events))
 
     def read(self, limit: int | None = None) -> list[Event]:
         """Return the next events, at most ``limit``; an unfinished line is left for the next call.
@@ -299,13 +299,10 @@ class LogReader:
             EtrainError: If a complete line is not an event: the file is damaged.
         """
         first_line = self._lines + 1
-        return parse_lines(self._take_lines(limit), self.path, first_line)
+        return parse_lines(self.read_lines(limit), self.path, first_line)
 
     def read_lines(self, limit: int | None = None) -> list[bytes]:
         """Return the next complete lines, at most ``limit``, without their newlines."""
-        return self._take_lines(limit)
-
-    def _take_lines(self, limit: int | None) -> list[bytes]:
         try:
             with open_regular(self.path) as file:
                 file.seek(self._offset)

@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.log.events import ExhibitFormat, ExhibitStored
+from etrain_jupyter.process.files import draft_of
 from etrain_jupyter.untrusted import read_regular
 
 FOLDER = "exhibits"
@@ -204,16 +204,11 @@ def write_exhibit(run_dir: Path, key: str, data: bytes) -> None:
     """
     path = _path_of(run_dir, key)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     # Not synced, because a sync would block the coordinator: the log has the digest, so a reader
     # notices a file that a machine crash has truncated.
-    try:
-        with os.fdopen(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data)
-        hidden.replace(path)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with draft_of(path) as draft, os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
+        file.write(data)
 
 
 def read_exhibit(run_dir: Path, key: str) -> bytes:

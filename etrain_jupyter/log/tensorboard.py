@@ -21,10 +21,11 @@ from typing import Any, Self
 from etrain_jupyter.config.fields import Section
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.log.events import JobStatus
+from etrain_jupyter.log.exhibits import Cell, Content, Table, size_of_png
 from etrain_jupyter.log.loggers.base import Exhibit, LoggerEntry, Record, RunInfo, Values
 from etrain_jupyter.log.loggers.feed import export_log
 from etrain_jupyter.log.loggers.timeline import ReadExhibit
-from etrain_jupyter.log.tensorboard_exhibits import note_of, summary_of
+from etrain_jupyter.untrusted import plain_line, plain_text
 
 SUFFIX = ".etrain"
 """Suffix of the files that this package writes; other files in the folder are not touched."""
@@ -59,9 +60,6 @@ class TensorBoardFiles:
     """Logger for TensorBoard: writes event files into a folder.
 
     Earlier files of this package in the job's subfolder are replaced.
-
-    Args:
-        folder: Folder for the event files, with a subfolder per job.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,9 +100,12 @@ class TensorBoardFiles:
 
     def write(self, records: Sequence[Record]) -> None:
         """Write scalars and exhibits, so that readers see them; TensorBoard has no notes."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         for record in records:
             if isinstance(record, Values):
-                self._write_values(record)
+                values = [Summary.Value(tag=t, simple_value=v) for t, v in record.values.items()]
+                self._add(record.step, record.time, summary=Summary(value=values))
             elif isinstance(record, Exhibit):
                 self._write_exhibit(record)
         self._writer.flush()
@@ -118,12 +119,6 @@ class TensorBoardFiles:
         """Write everything and close the file."""
         if self._writer is not None:
             self._writer.close()
-
-    def _write_values(self, record: Values) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=t, simple_value=v) for t, v in record.values.items()]
-        self._add(record.step, record.time, summary=Summary(value=values))
 
     def _write_exhibit(self, record: Exhibit) -> None:
         if self._exhibit_bytes >= MAX_EXHIBIT_BYTES:
@@ -174,11 +169,85 @@ def _second_of(file: Path) -> int:
 
 
 def convert(log_path: Path, folder: Path, read_exhibit: ReadExhibit | None = None) -> None:
-    """Write the event files of a log in its current state.
-
-    Args:
-        log_path: The log.
-        folder: Folder for the event files, with a subfolder per job.
-        read_exhibit: Reads exhibits; by default from the folder of the log.
-    """
+    """Write the event files of a log in its current state."""
     export_log(log_path, TensorBoardFiles(folder), read_exhibit)
+
+
+_MARKDOWN = frozenset("\\`*_[]|<>&")
+"""Characters with a meaning in Markdown, in its tables or in HTML."""
+
+
+def summary_of(name: str, content: Content) -> Any:
+    """Return the ``Summary`` of an exhibit: a picture as an image, text and tables as Markdown."""
+    # The tag depends on the format, because TensorBoard displays all steps of a tag with the plugin
+    # of the first one, and `eval.score` may return a figure at one step and a text at another.
+    # Imported here because the package is optional.
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    match content:
+        case bytes():
+            width, height = size_of_png(content)
+            image = Summary.Image(width=width, height=height, encoded_image_string=content)
+            return Summary(value=[Summary.Value(tag=f"figures/{name}", image=image)])
+        case str():
+            return _markdown_summary(f"texts/{name}", code_block(content))
+        case Table():
+            return _markdown_summary(f"tables/{name}", markdown_table(content))
+
+
+def note_of(text: str) -> Any:
+    """Return a ``Summary`` with a sentence about the exhibits."""
+    return _markdown_summary("texts/etrain-note", _escaped(text))
+
+
+def code_block(text: str) -> str:
+    r"""Return Markdown that displays a text as it is, with its columns aligned.
+
+    >>> code_block("a  1\nb *2*")
+    '    a  1\n    b *2*'
+    """
+    # Indent instead of fencing: the text cannot contain a mark that ends the block.
+    return "\n".join("    " + line for line in plain_text(text).split("\n"))
+
+
+def markdown_table(table: Table) -> str:
+    """Return a table in Markdown.
+
+    >>> print(markdown_table(Table(("name", "a|b"), ((None, 0.123456789),))))
+    | name | a&#124;b |
+    | --- | --- |
+    |  | 0.123457 |
+    """
+    lines = [
+        [_escaped(plain_line(column)) for column in table.columns],
+        ["---"] * len(table.columns),
+        *([_cell(value) for value in row] for row in table.rows),
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Cell) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return _escaped(plain_line(str(value), max_length=1000))
+
+
+def _escaped(text: str) -> str:
+    # Character references, because a backslash does not escape "|" and "<" everywhere.
+    return "".join(f"&#{ord(c)};" if c in _MARKDOWN else c for c in text)
+
+
+def _markdown_summary(tag: str, markdown: str) -> Any:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+    from tensorboard.plugins.text import metadata
+
+    tensor = TensorProto(
+        dtype=DT_STRING, string_val=[markdown.encode()], tensor_shape=TensorShapeProto()
+    )
+    kind = metadata.create_summary_metadata(display_name="", description="")
+    return Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=kind)])

@@ -13,7 +13,7 @@ from etrain_jupyter.log.events import Event
 from etrain_jupyter.notebook.job import followed_job
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.run_store import RunStore
-from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
+from etrain_jupyter.notebook.job.runs import S3RunStore
 from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 from etrain_jupyter.storage.bucket_log.objects import RunObjects

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import functools
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,10 +92,12 @@ class LogFeed:
 
         def survey() -> Iterator[Event]:
             nonlocal run
-            for event in _events_of(self._path):
-                run = _described_by(event, run)
-                self._take_status(event)
-                yield event
+            reader = LogReader(self._path)
+            while events := reader.read(_READ_EVENTS):
+                for event in events:
+                    run = _described_by(event, run)
+                    self._take_status(event)
+                    yield event
 
         rewinds = find_rewinds(survey())
         if run is None:
@@ -134,13 +139,7 @@ class LogFeed:
 def export_log(
     log_path: Path, logger: Logger, read_exhibit: ReadExhibit | None = None
 ) -> JobStatus | None:
-    """Write a log in its current state; return the job's status.
-
-    Args:
-        log_path: The log.
-        logger: The logger, not yet open.
-        read_exhibit: Reads exhibits; by default from the folder of the log.
-    """
+    """Write a log in its current state; return the job's status."""
     feed = LogFeed(log_path, logger, read_exhibit)
     try:
         feed.catch_up()
@@ -172,17 +171,15 @@ def follow_log(
     feed.close()
 
 
-def _events_of(log_path: Path) -> Iterator[Event]:
-    reader = LogReader(log_path)
-    while events := reader.read(_READ_EVENTS):
-        yield from events
-
-
 def _described_by(event: Event, run: RunInfo | None) -> RunInfo | None:
     if run is None:
         if not isinstance(event, JobSubmitted):
             return None  # the log is damaged
-        _check_id(event.job_id)
+        try:
+            # Loggers use the id in paths and queries, and another user may have written the log.
+            check_job_id(event.job_id)
+        except ValueError as exc:
+            raise LoggerError(f"The log cannot be written to a logger: {exc}.") from exc
         return RunInfo(
             job_id=event.job_id, name=event.name, created=event.time, config=event.config
         )
@@ -191,9 +188,48 @@ def _described_by(event: Event, run: RunInfo | None) -> RunInfo | None:
     return run
 
 
-def _check_id(job_id: str) -> None:
-    # Loggers use the id in paths and queries, and another user may have written the log.
+LOCK_EVERY_S = 0.1
+"""Interval in seconds between two attempts to lock."""
+_OTHER_CHARACTERS = re.compile(r"[^\w.-]")
+
+
+@contextlib.contextmanager
+def writer_lock(log_path: Path, name: str, is_wanted: Callable[[], bool]) -> Iterator[bool]:
+    """Hold the lock of a logger, which prevents values from being written twice.
+
+    Two processes overlap where a job changes hands::
+
+        scheduler's logger   follows the job ──── lingers after its end ── unlocks
+        %etrain track                             waits ────────────────── locks, writes the rest
+
+    Args:
+        log_path: The log. The lock file is created next to it.
+        name: Name of the logger.
+        is_wanted: Returns False to end the wait for the current holder.
+
+    Yields:
+        False if the wait ended before the lock was free.
+    """
+    path = log_path.with_name(f".logger-{_OTHER_CHARACTERS.sub('_', name)}.lock")
     try:
-        check_job_id(job_id)
-    except ValueError as exc:
-        raise LoggerError(f"The log cannot be written to a logger: {exc}.") from exc
+        # Another user may own the folder: no link is followed.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError:
+        # Another user's read-only folder: no scheduler of this user writes that job.
+        yield True
+        return
+    try:
+        yield _lock(fd, is_wanted)
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, is_wanted: Callable[[], bool]) -> bool:
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if not is_wanted():
+                return False
+            time.sleep(LOCK_EVERY_S)

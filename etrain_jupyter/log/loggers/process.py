@@ -20,9 +20,8 @@ from typing import Any
 
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.log.loggers.base import is_final
-from etrain_jupyter.log.loggers.feed import LogFeed, follow_log
+from etrain_jupyter.log.loggers.feed import LogFeed, follow_log, writer_lock
 from etrain_jupyter.log.loggers.registry import make_logger
-from etrain_jupyter.log.loggers.writer_lock import writer_lock
 from etrain_jupyter.untrusted import plain_line
 
 RETRY_S = 5.0

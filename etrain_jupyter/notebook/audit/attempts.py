@@ -80,11 +80,6 @@ def check_attempts(
 ) -> tuple[tuple[EpochCoverage, ...], list[str]]:
     """Compare the trained samples with the ledger, one attempt at a time.
 
-    Args:
-        attempts: All attempts in the log.
-        steps: The committed steps that led to the newest weights.
-        start: The step at which the log begins.
-
     Returns:
         One row per epoch that was started (two if the rules changed during the epoch), and the
         problems as text.
@@ -92,10 +87,9 @@ def check_attempts(
     rows: list[EpochCoverage] = []
     problems: list[str] = []
     for work, own in _group_attempts(attempts, steps):
-        first = work.base_step or start
-        found = check_samples(own, first, work)
-        rows += found[0]
-        problems += found[1]
+        own_rows, own_problems = check_samples(own, work.base_step or start, work)
+        rows += own_rows
+        problems += own_problems
     return tuple(rows), problems
 
 
@@ -182,14 +176,5 @@ def _is_same(one: Work, other: Work) -> bool:
     # With a per-worker batch, the job ends after a given number of samples, so the length of the
     # job determines the size of its last step. Otherwise a longer job only adds steps.
     ends_alike = not one.per_worker_batch_size or one.total_samples == other.total_samples
-    rules = [
-        (
-            work.seed,
-            work.num_samples,
-            work.global_batch_size,
-            work.per_worker_batch_size,
-            work.layout,
-        )
-        for work in (one, other)
-    ]
+    rules = [replace(work, total_samples=0, base_step=0, base_position=0) for work in (one, other)]
     return ends_alike and rules[0] == rules[1]

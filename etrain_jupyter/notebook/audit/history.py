@@ -77,7 +77,10 @@ class _AttemptFollower:
             if isinstance(event, StepCompleted):
                 self._take_step(event)
             elif isinstance(event, StepUndone):
-                self._take_undone(event)
+                formed = self.history.formed.get(event.generation)
+                for trainer in _trainers_of(formed) if formed else ():
+                    if trainer[0] in event.workers:
+                        self._held[trainer] = min(self._held[trainer], event.step - 1)
             elif isinstance(event, GenerationFormed):
                 self._take_formed(event)
             elif isinstance(event, GenerationReady):
@@ -132,12 +135,6 @@ class _AttemptFollower:
         for trainer in _trainers_of(formed):
             if trainer not in self._receiving:
                 self._held[trainer] = max(self._held[trainer], step)
-
-    def _take_undone(self, event: StepUndone) -> None:
-        formed = self.history.formed.get(event.generation)
-        for trainer in _trainers_of(formed) if formed else ():
-            if trainer[0] in event.workers:
-                self._held[trainer] = min(self._held[trainer], event.step - 1)
 
     def _take_formed(self, event: GenerationFormed) -> None:
         if self._current is None and not self.history.steps:

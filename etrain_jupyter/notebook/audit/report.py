@@ -128,6 +128,9 @@ class AuditReport:
             wasted += f", {self.steps_rolled_back} trained again from a checkpoint"
         lost, left = self.num_kinds.get("WorkerLost", 0), self.num_kinds.get("WorkerLeft", 0)
         formed = self.num_kinds.get("GenerationFormed", 0)
+        digest = self.newest_digest
+        if digest and self.digest_step != self.last_step:
+            digest += f"; the last step, {self.last_step}, has none"
         return [
             (
                 "steps",
@@ -135,15 +138,10 @@ class AuditReport:
             ),
             ("workers", f"{lost} lost, {left} left, {counted(formed, 'generation')}"),
             ("weights", self._proof_of_weights()),
-            *([("digest", self._digest())] if self.newest_digest else []),
+            *([("digest", digest)] if digest else []),
             *([("saved", f"the weights of step {self.saved_step}")] if self.saved_step else []),
             ("eval", f"{counted(self.num_evals, 'evaluation')}"),
         ]
-
-    def _digest(self) -> str:
-        if self.digest_step == self.last_step:
-            return self.newest_digest
-        return f"{self.newest_digest}; the last step, {self.last_step}, has none"
 
     def _proof_of_weights(self) -> str:
         """Describe to what extent the log proves that all ranks had the same weights."""

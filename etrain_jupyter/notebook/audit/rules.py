@@ -147,17 +147,15 @@ def _check_steps(start: int, steps: Sequence[StepCompleted]) -> Iterator[str]:
         if step.step <= newest:
             yield f"step {step.step} was committed again after step {newest}"
         elif step.step > newest + 1:
-            yield f"{_name_steps(newest + 1, step.step - 1)} missing before step {step.step}"
+            first, last = newest + 1, step.step - 1
+            missing = f"step {first} is" if first == last else f"steps {first} to {last} are"
+            yield f"{missing} missing before step {step.step}"
         if step.generation < generation:
             yield (
                 f"step {step.step} was committed by generation {step.generation} "
                 f"after generation {generation} had continued"
             )
         newest, generation = max(newest, step.step), max(generation, step.generation)
-
-
-def _name_steps(first: int, last: int) -> str:
-    return f"step {first} is" if first == last else f"steps {first} to {last} are"
 
 
 def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]:
@@ -178,7 +176,10 @@ def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]
             formed = history.formed.get(event.generation)
             if formed is None or event.worker in formed.ranks:
                 losses[event.generation].add(event.worker)
-        elif _is_abrupt_end(event):
+        # If the job ends during a step, that step may be undone although no worker was lost.
+        elif isinstance(event, UserErrorRaised) or (
+            isinstance(event, JobStatusChanged) and event.status in TERMINAL_STATUSES
+        ):
             losses[event.generation].add("")
         # A fault that cost no worker ended the previous generation.
         elif isinstance(event, GenerationFormed) and _follows_broken_connections(event):
@@ -196,13 +197,6 @@ def _follows_broken_connections(event: GenerationFormed) -> bool:
     """
     whys = set(event.why.split("+"))
     return bool(whys & {"stalled", "restart"}) or whys == {"broken"}
-
-
-def _is_abrupt_end(event: Event) -> bool:
-    # If the job ends during a step, that step may be undone although no worker was lost.
-    if isinstance(event, JobStatusChanged):
-        return event.status in TERMINAL_STATUSES
-    return isinstance(event, UserErrorRaised)
 
 
 def _name_waste(undone: set[int], num_losses: int) -> str:

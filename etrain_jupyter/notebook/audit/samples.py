@@ -88,11 +88,6 @@ def check_samples(
 ) -> tuple[tuple[EpochCoverage, ...], list[str]]:
     """Compare the samples of the steps with those that the ledger requires.
 
-    Args:
-        steps: The committed steps that count.
-        start: The step at which the log begins.
-        work: The parameters of the job.
-
     Returns:
         A row for each epoch that was started, and the problems as text.
     """

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from etrain_jupyter import plugin
 from etrain_jupyter.config import template as make_template
 from etrain_jupyter.config.schema import LogConfig
+from etrain_jupyter.display.tables import align_columns
 from etrain_jupyter.errors import ConfigError, EtrainError, PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.log.tensorboard import OPTIONS, convert, require_tensorboard
@@ -237,9 +238,7 @@ def ls(
     # Summarize only the jobs that are shown, because each summary reads a log.
     table: list[tuple[str, ...]] = [("JOB", "STATUS", "STEP", "WORKERS", "SUBMITTED")]
     table += [_row(surface.store, record) for record in listing.jobs[:number]]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
-    return "\n".join(lines) + end
+    return align_columns(table) + end
 
 
 def _describe_problems(listing: Listing) -> str:

@@ -34,12 +34,7 @@ class ClusterLocation:
 
 
 def find_cluster(cluster: Mapping[str, str], host: str) -> ClusterLocation:
-    """Look up a job's cluster in this user's own files.
-
-    Args:
-        cluster: The cluster's entry in ``job.json``.
-        host: The host that submitted the job, from ``job.json``.
-    """
+    """Look up a job's cluster in this user's own files."""
     from etrain_jupyter.pools.own_clusters import (
         address_of,
         find_cluster_dir,

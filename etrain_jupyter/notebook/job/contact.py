@@ -2,7 +2,7 @@
 
 From the kernel, a suspended, swapped-out or disconnected scheduler looks like a dead one. Only a
 process on the same machine can tell them apart. A timeout alone is therefore reported but never
-treated as treated as final, and the feed keeps retrying.
+treated as final, and the feed keeps retrying.
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ class Contact:
         self._num_denials = self._num_denials + 1 if is_denial else 0
         if self.trouble or self.num_failures < NOTIFY_AFTER:
             return False
-        self.trouble = f"{_describe_failure(exc)}, {self._describe_last_seen()}retrying"
+        # The first sentence is the cause; the rest is advice for requests that a user made.
+        cause = str(exc).partition(". ")[0] or type(exc).__name__
+        if isinstance(exc, UnreachableError | NoAnswerError):
+            cause = "its scheduler cannot be reached"
+        self.trouble = f"{cause}, {self._describe_last_seen()}retrying"
         return True
 
     def _describe_last_seen(self) -> str:
@@ -77,10 +81,3 @@ class Contact:
         """Return the delay before the next request, in seconds."""
         doublings = min(self.num_failures - 1, 10)
         return float(min(RETRY_MAX_S, RETRY_S * 2**doublings)) if self.num_failures else 0.0
-
-
-def _describe_failure(exc: BaseException) -> str:
-    if isinstance(exc, UnreachableError | NoAnswerError):
-        return "its scheduler cannot be reached"
-    # The first sentence is the cause; the rest is advice for requests that a user made.
-    return str(exc).partition(". ")[0] or type(exc).__name__

@@ -18,27 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etrain_jupyter.errors import EtrainError
-from etrain_jupyter.log.blocks import Events, runs_of
-from etrain_jupyter.log.events import (
-    TERMINAL_STATUSES,
-    Event,
-    JobStatusChanged,
-    event_from_dict,
-)
+from etrain_jupyter.log.blocks import Events
+from etrain_jupyter.log.events import Event, event_from_dict
 from etrain_jupyter.log.segments import read_log
 from etrain_jupyter.notebook.job.contact import Contact
+from etrain_jupyter.notebook.job.known_events import KnownEvents, Listener
 from etrain_jupyter.notebook.job.link import JobLink
 from etrain_jupyter.wire.requests import EventBatch, FetchEvents
-
-Listener = Callable[[Sequence[Event]], None]
-"""Receives events in order. A long history arrives as ``Events``; iterate it with ``runs_of``."""
 
 POLL_S = 10.0
 """Timeout of a long poll at the coordinator, in seconds."""
 BATCH = 5_000
 """Maximum number of events in one response."""
-KEEP_LINES = 50_000
-"""Number of log lines whose texts stay in memory; older texts are only in the log."""
 TROUBLE_EVERY_S = 60.0
 """Interval between status updates while the coordinator cannot write the log, in seconds."""
 LINGER_S = 2.0
@@ -72,7 +63,6 @@ class EventFeed:
         ended: Set once the job is terminal or lost.
         is_reading: True while the log on this machine is read and its events are folded.
         lost: Why the job counts as lost; empty otherwise.
-        num_listener_errors: Number of listener calls that raised; they are not retried.
     """
 
     def __init__(
@@ -92,18 +82,13 @@ class EventFeed:
         self._responded = threading.Event()
         """Set after a response, after an outage was reported, or after a wait has timed out."""
         self.lost = ""
-        self.num_listener_errors = 0
-        self.last_listener_error: Exception | None = None
-        self._log_path, self._link, self._fold = log_path, link, fold
+        self._log_path, self._link = log_path, link
         self._refresh, self._is_copy = refresh, is_copy
-        self._events = Events()
-        self._status: JobStatusChanged | None = None
-        self._unlogged: list[Event] = []
-        self._listeners: list[Listener] = []
+        self._known = KnownEvents(job_id, fold)
         self._inbox: queue.Queue[_Newcomer | Future[EventBatch] | None] = queue.Queue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._is_over = self._is_requesting = self._is_terminal = False
+        self._is_over = self._is_requesting = False
         self._request_at = self._linger_until = 0.0
         self._log_size = -1
         self._contact = Contact()
@@ -172,7 +157,7 @@ class EventFeed:
 
     def events(self) -> Events:
         """Return all events received so far."""
-        return self._events.copy()
+        return self._known.events.copy()
 
     def _start_thread(self) -> None:
         name = f"etrain-feed-{self.job_id}"
@@ -186,7 +171,7 @@ class EventFeed:
             # A bug in the feed must not block other threads forever.
             self._is_over = True
             self.lost = f"following job {self.job_id} failed: {type(exc).__name__}: {exc}"
-            self._send_unlogged([self._make_final_event(self.lost)])
+            self._known.send_end(self.lost)
             self.caught_up.set()
             self.ended.set()
             self._responded.set()
@@ -211,11 +196,11 @@ class EventFeed:
         #   terminal status      -> ended; for 2 s more, poll for late output of the workers
         #   inbox empty          -> the thread ends; a late subscriber starts another one
         # Hence the events are not empty if a late subscriber started this thread.
-        if not self._events:
+        if not self._known.events:
             self._take_log()
         # If the log already contained the job's end when the feed started, no further events can
         # arrive.
-        self._is_over = self._is_over or self._is_terminal
+        self._is_over = self._is_over or self._known.is_terminal
         if self._link is None and not self._is_over:
             self._lose("its cluster has ended")
         if self._log_path.exists() and not self._is_copy:
@@ -254,10 +239,10 @@ class EventFeed:
         # After the job's end, `AFTERWARDS_S` separates the requests instead.
         is_begun = self.caught_up.is_set() and self._responded.is_set()
         is_calm = is_begun and not self._contact.num_failures
-        wait_s = POLL_S if is_calm and not self._is_terminal else 0.0
+        wait_s = POLL_S if is_calm and not self._known.is_terminal else 0.0
         self._is_requesting = True
         future = self._link.send(
-            FetchEvents(job_id=self.job_id, since=self._last_seq(), wait_s=wait_s, limit=BATCH),
+            FetchEvents(job_id=self.job_id, since=self._known.last_seq, wait_s=wait_s, limit=BATCH),
             timeout=wait_s + POLL_S,
         )
         # The callback runs in the link's thread, so it only hands the response over.
@@ -268,21 +253,13 @@ class EventFeed:
             self._is_over = True
         elif isinstance(message, Future):
             self._is_requesting = False
-            self._handle_response(message)
+            self._take_response(message)
+            # Reporting an outage also ends the wait; the status is then the last known one.
+            if not self._contact.num_failures or self._contact.trouble:
+                self._responded.set()
         else:
-            self._listeners.append(message.listener)
-            known = self._events.copy()
-            # Events that are not logged are not part of the history, but describe the current
-            # state.
-            known.extend(self._unlogged)
-            self._notify(message.listener, known)
+            self._known.add_listener(message.listener)
             message.has_history.set()
-
-    def _handle_response(self, future: Future[EventBatch]) -> None:
-        self._take_response(future)
-        # Reporting an outage also ends the wait; the status is then the last known one.
-        if not self._contact.num_failures or self._contact.trouble:
-            self._responded.set()
 
     def _take_response(self, future: Future[EventBatch]) -> None:
         try:
@@ -293,14 +270,14 @@ class EventFeed:
             return
         # The response does not continue the known events (a gap), so request them again.
         if not self._take(received) and received:
-            self._fail(EtrainError(f"event {self._last_seq() + 1} is missing in the response"))
+            self._fail(EtrainError(f"event {self._known.last_seq + 1} is missing in the response"))
             return
         was_silent = self._contact.succeed(time.time())
         self._take_log_trouble(response.trouble, is_due=was_silent)
         # A full batch means that more events are waiting.
         if len(received) < BATCH:
             self.caught_up.set()
-        if self._is_terminal:
+        if self._known.is_terminal:
             self.ended.set()
             self._request_at = time.monotonic() + AFTERWARDS_S
             self._is_over = not received or time.monotonic() > self._linger_until
@@ -316,10 +293,10 @@ class EventFeed:
         # because it may contain numbers that keep changing.
         if is_due or bool(trouble) != bool(before) or (trouble != before and has_aged):
             self._trouble_sent_at = time.monotonic()
-            if not self._is_terminal:
-                self._send_unlogged([self._status_now(trouble)])
+            if not self._known.is_terminal:
+                self._known.send_status(trouble)
             if not trouble:
-                self._unlogged = []
+                self._known.forget_unlogged()
 
     def _fail(self, exc: BaseException) -> None:
         """Schedule a retry; give up only if the cluster is known to have ended."""
@@ -338,50 +315,23 @@ class EventFeed:
             # The coordinator may be unreachable from here and still write to a shared folder or to
             # the bucket, up to the end of the job.
             self._take_log()
-        if self._contact.trouble and self._is_terminal:
-            self._is_over, self._contact.trouble, self._unlogged = True, "", []
+        if self._contact.trouble and self._known.is_terminal:
+            self._is_over, self._contact.trouble = True, ""
+            self._known.forget_unlogged()
         elif is_first_report:
             # Methods that wait for the whole history then use the events in the log, instead of
             # blocking until the scheduler is back.
             self.caught_up.set()
-            self._send_unlogged([self._status_now(self._contact.trouble)])
+            self._known.send_status(self._contact.trouble)
 
     def _lose(self, why: str) -> None:
         """Read the rest of the log; if it lacks the job's end, mark the job as lost."""
         self._take_log()
-        self._is_over = True
-        self._contact.trouble, self._unlogged = "", []
-        if not self._is_terminal:
+        self._is_over, self._contact.trouble = True, ""
+        self._known.forget_unlogged()
+        if not self._known.is_terminal:
             self.lost = why
-            self._send_unlogged([self._make_final_event(why)])
-
-    def _send_unlogged(self, events: list[Event]) -> None:
-        """Send events that are in no log to the listeners, now and to later subscribers."""
-        self._unlogged = events
-        for listener in self._listeners:
-            self._notify(listener, events)
-
-    def _status_now(self, trouble: str) -> Event:
-        """Return the job's last known status; its reason is ``trouble`` unless that is empty."""
-        known = self._status
-        return JobStatusChanged(
-            job_id=self.job_id,
-            time=time.time(),
-            generation=self._events[-1].generation if self._events else 0,
-            status=known.status if known else "submitted",
-            reason=trouble or (known.reason if known else ""),
-        )
-
-    def _make_final_event(self, why: str) -> Event:
-        """Return a final event in place of the coordinator's; ``seq`` 0 means it is not logged."""
-        last = self._events[-1] if self._events else None
-        return JobStatusChanged(
-            job_id=self.job_id,
-            time=last.time if last else time.time(),
-            generation=last.generation if last else 0,
-            status="failed",
-            reason=why,
-        )
+            self._known.send_end(why)
 
     def _log_has_grown(self) -> bool:
         """Return True if the log's size has changed, without the cost of reading the log."""
@@ -405,53 +355,17 @@ class EventFeed:
     def _read_log(self) -> Events:
         """Return the events of the log that are not known yet; empty if it is unreadable."""
         try:
-            return read_log(self._log_path, since=self._last_seq())
+            return read_log(self._log_path, since=self._known.last_seq)
         except (OSError, EtrainError):
             return Events()
 
     def _take(self, events: Sequence[Event]) -> Sequence[Event]:
-        """Append the events that continue the known ones, notify all listeners, and return them."""
-        # The log and the responses overlap, since both start after the newest known event. Sequence
-        # numbers ensure that each event is counted once, regardless of which source delivers it
-        # first.
-        fresh = self._select_next(events)
-        if not fresh:
-            return fresh
-        self._events.extend(fresh)
-        self._events.forget_lines(KEEP_LINES)
-        # Until the first response, the newest logged event shows when the job was last seen.
-        self._contact.seen_at = self._contact.seen_at or fresh[-1].time
-        self._fold(fresh)
-        statuses = [e for e in runs_of(fresh) if isinstance(e, JobStatusChanged)]
-        self._status = statuses[-1] if statuses else self._status
-        if not self._is_terminal and statuses and statuses[-1].status in TERMINAL_STATUSES:
-            self._is_terminal = True
+        """Take the events that continue the known ones, and return them."""
+        was_terminal = self._known.is_terminal
+        fresh = self._known.take(events)
+        if fresh:
+            # Until the first response, the newest logged event shows when the job was last seen.
+            self._contact.seen_at = self._contact.seen_at or fresh[-1].time
+        if self._known.is_terminal and not was_terminal:
             self._linger_until = time.monotonic() + LINGER_S
-        for listener in self._listeners:
-            self._notify(listener, fresh)
         return fresh
-
-    def _select_next(self, events: Sequence[Event]) -> Sequence[Event]:
-        """Return the events that are new, up to the first gap."""
-        # A whole log stays packed in blocks, because a million steps as objects would take 1 GB.
-        if not self._events and isinstance(events, Events) and events.is_dense_from(1):
-            return events
-        fresh: list[Event] = []
-        wanted = self._last_seq() + 1
-        for event in events:
-            if event.seq == wanted:
-                fresh.append(event)
-                wanted += 1
-        return fresh
-
-    def _notify(self, listener: Listener, events: Sequence[Event]) -> None:
-        try:
-            # Each listener receives its own copy, which it may keep, read in another thread or
-            # change.
-            listener(events.copy() if isinstance(events, Events) else list(events))
-        except Exception as exc:  # A failing listener must not stop other listeners or the job.
-            self.num_listener_errors += 1
-            self.last_listener_error = exc
-
-    def _last_seq(self) -> int:
-        return self._events[-1].seq if self._events else 0

@@ -11,15 +11,17 @@ from etrain_jupyter.errors import EtrainError, JobFailedError, JobLostError
 from etrain_jupyter.insight.figures import plot_job
 from etrain_jupyter.log.blocks import Events
 from etrain_jupyter.log.segments import read_log
-from etrain_jupyter.notebook.job.cost import JobCost, cost_of
-from etrain_jupyter.notebook.job.feed import EventFeed, Listener
+from etrain_jupyter.notebook.job.feed import EventFeed
 from etrain_jupyter.notebook.job.history import (
     NOT_FOLDABLE,
+    JobCost,
     LatestValues,
+    cost_of,
     peek_log,
     phases_of,
 )
 from etrain_jupyter.notebook.job.job_record import Recorded, RunRecord
+from etrain_jupyter.notebook.job.known_events import Listener
 from etrain_jupyter.notebook.job.link import JobLink
 from etrain_jupyter.notebook.job.store_link import StoreLink, refresh_log, try_refresh_log
 from etrain_jupyter.notebook.job.stored_exhibits import Exhibit, exhibits_of
@@ -64,6 +66,11 @@ class FollowedJob(Recorded):
             is_copy=bool(record.place),
         )
         self._glance_until = math.inf
+
+    def follow_again(self, record: RunRecord, link: JobLink | None) -> None:
+        """Follow the next attempt of a resumed job, from the beginning of its log."""
+        self._feed.close()
+        self._follow(record, link)
 
     def has_continued(self) -> bool:
         """Return True if the log continues after the end at which following stopped."""
@@ -259,20 +266,16 @@ class FollowedJob(Recorded):
             )
         if view.status == "failed":
             error = view.user_error
+            cause = ((error.error if error else view.reason) or "no reason was given").rstrip(".")
+            where = f" on {' and '.join(error.workers)}" if error and error.workers else ""
+            when = f"after step {view.step}" if view.step else "before its first step"
             flag = f" with --resume {self.id} to continue from there" if view.saved_step else ""
             raise JobFailedError(
-                f"job {self.id} failed {self._cause_of_failure()} {self._describe_saved()} Fix the "
+                f"job {self.id} failed {when}{where}: {cause}. {self._describe_saved()} Fix the "
                 f"cause and run the cell again{flag}; %etrain logs shows the workers' output.",
                 job_id=self.id,
                 traceback=error.traceback if error else "",
             )
-
-    def _cause_of_failure(self) -> str:
-        view, error = self._view, self._view.user_error
-        cause = (error.error if error else view.reason) or "no reason was given"
-        place = f" on {' and '.join(error.workers)}" if error and error.workers else ""
-        when = f"after step {view.step}" if view.step else "before its first step"
-        return f"{when}{place}: {cause.rstrip('.')}."
 
     def _describe_saved(self) -> str:
         if not self._view.saved_step:

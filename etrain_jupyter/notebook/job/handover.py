@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.bundle.files import CHUNK_BYTES
+from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import JobLink, NoAnswerError, UnreachableError
 from etrain_jupyter.wire.requests import PutBundle, SubmitJob
+from etrain_jupyter.wire.versions import read_fingerprint
 
 SUBMIT_S = 120.0
 """Timeout of a submit, in seconds. The scheduler may be busy, and hashing a large bundle takes
@@ -19,12 +21,22 @@ PIECE_S = 60.0
 """Timeout of the upload of one chunk of the bundle, in seconds."""
 
 
-def bundle_facts(record: RunRecord) -> dict[str, Any]:
-    """Return the fields of a job's spec that describe its bundle."""
+def spec_of(record: RunRecord, config: TrainConfig, *, cwd: str) -> dict[str, Any]:
+    """Return the fields of ``head.jobs.job_spec.JobSpec``, which the coordinator validates."""
     return {
+        "job_id": record.job_id,
+        "name": record.name,
+        "run_dir": str(record.folder),
+        "config": record.config,
         "bundle_digest": record.bundle_digest,
         "bundle_size": record.bundle_path.stat().st_size,
         "bundle_file": record.bundle_file,
+        "pool": record.pool,
+        "cwd": cwd,
+        "min_workers": config.workers.min,
+        "max_workers": config.max_workers(),
+        "fingerprint": read_fingerprint(),
+        **({"place": record.place} if record.place else {}),
     }
 
 

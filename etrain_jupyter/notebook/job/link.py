@@ -248,33 +248,28 @@ def open_link(address: SchedulerAddress) -> ClusterLink:
     Args:
         address: From a pool or from ``own_clusters``, never from a file that others can write.
     """
+    from etrain_jupyter.process.cluster_dir import ClusterDir
+
+    # A scheduler that etrain did not start has no files.
+    files = ClusterDir(Path(address.state_dir)) if address.state_dir else None
+
+    def has_ended() -> bool:
+        """Return True if the files of the cluster show that it has ended; sends no request."""
+        record = files.record() if files else None
+        return files is not None and (record is None or (record.is_here and not record.is_alive))
+
+    def locate() -> str:
+        record = files.record() if files else None
+        if record is None or not record.is_here:
+            return address.address
+        return record.address if record.is_serving else ""
+
     return ClusterLink(
         address.address,
         address.connection_args,
-        has_ended=lambda: _has_ended(address),
-        locate=lambda: _locate(address),
+        has_ended=has_ended,
+        locate=locate,
     )
-
-
-def _has_ended(address: SchedulerAddress) -> bool:
-    """Return True if the files of a cluster show that it has ended; sends no request."""
-    from etrain_jupyter.process.cluster_dir import ClusterDir
-
-    if not address.state_dir:
-        return False  # a scheduler that etrain did not start has no files
-    record = ClusterDir(Path(address.state_dir)).record()
-    return record is None or (record.is_here and not record.is_alive)
-
-
-def _locate(address: SchedulerAddress) -> str:
-    from etrain_jupyter.process.cluster_dir import ClusterDir
-
-    if not address.state_dir:
-        return address.address
-    record = ClusterDir(Path(address.state_dir)).record()
-    if record is None or not record.is_here:
-        return address.address
-    return record.address if record.is_serving else ""
 
 
 def wait_interruptibly(future: Future[T], timeout: float | None = None) -> T:

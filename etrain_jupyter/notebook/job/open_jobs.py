@@ -16,7 +16,7 @@ from etrain_jupyter.errors import ConfigError, PoolError, RunStoreError
 from etrain_jupyter.insight.comparison import Comparison, compare_jobs
 from etrain_jupyter.insight.diagnosis.report import Diagnosis, diagnose_job
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
-from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
+from etrain_jupyter.notebook.job.handover import hand_over, spec_of
 from etrain_jupyter.notebook.job.job_record import RunRecord, safe_name
 from etrain_jupyter.notebook.job.link import JobLink, open_link
 from etrain_jupyter.notebook.job.run_store import ROOT_VARIABLE, RunStore, absolute_paths
@@ -25,7 +25,6 @@ from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools.own_clusters import note_scheduler
 from etrain_jupyter.process.processes import num_usable_cores
-from etrain_jupyter.wire.versions import read_fingerprint
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
@@ -67,7 +66,10 @@ def submit_job(
     record = _create_record(config, bundle, address=address, store=store, cell=cell)
     link = open_link(address)
     try:
-        spec = _spec_of(record, config, faults) | {"pool_s": pool_s, "notes": list(notes)}
+        spec = spec_of(record, config, cwd=os.getcwd())
+        spec |= {"pool_s": pool_s, "notes": list(notes)}
+        if faults:
+            spec["faults"] = [dict(fault) for fault in faults]
         hand_over(link, spec, record.bundle_path)
     except PoolError:
         # The job was refused and did not start, so keep nothing. A JobLostError is not caught,
@@ -104,29 +106,6 @@ def _create_record(
             f"was submitted. Free space there, or set {ROOT_VARIABLE} to a folder elsewhere and "
             "restart the kernel."
         ) from exc
-
-
-def _spec_of(
-    record: RunRecord, config: TrainConfig, faults: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return the fields of ``head.jobs.job_spec.JobSpec``, which the coordinator validates."""
-    spec = {
-        "job_id": record.job_id,
-        "name": record.name,
-        "run_dir": str(record.folder),
-        "config": record.config,
-        **bundle_facts(record),
-        "pool": record.pool,
-        "cwd": os.getcwd(),
-        "min_workers": config.workers.min,
-        "max_workers": config.max_workers(),
-        "fingerprint": read_fingerprint(),
-    }
-    if record.place:
-        spec["place"] = record.place
-    if faults:
-        spec["faults"] = [dict(fault) for fault in faults]
-    return spec
 
 
 def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> TrainingJob:

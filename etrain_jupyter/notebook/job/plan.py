@@ -60,9 +60,6 @@ class Plan:
     def max_price(self, num_jobs: int = 1) -> str:
         """Return the maximum price of the job as text.
 
-        Args:
-            num_jobs: Number of such jobs at the same time.
-
         Raises:
             PoolError: If the prices are not available.
         """
@@ -73,9 +70,11 @@ class Plan:
         captured = ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in sizes.items())
         total = size(sum(sizes.values()))
         length = f"{config.steps} steps" if config.steps else f"{config.epochs:g} epochs"
+        each = config.batch.per_worker_batch_size
+        batch = config.batch.size(1) if each is None else f"{each} per worker"
         lines = {
             "model": ", ".join(filter(None, (config.model, self.model_size))),
-            "length": f"{length} of batch {_describe_batch(config)}",
+            "length": f"{length} of batch {batch}",
             "workers": _describe_workers(config),
             "captured": f"{total}: {captured}" if captured else "nothing",
             "price": self.max_price(),
@@ -96,8 +95,3 @@ def _describe_workers(config: TrainConfig) -> str:
     if config.pool == "local" and most > (cores := num_usable_cores()):
         text += f", which share the {cores} cores of this machine"
     return text
-
-
-def _describe_batch(config: TrainConfig) -> str:
-    per_worker = config.batch.per_worker_batch_size
-    return str(config.batch.size(1)) if per_worker is None else f"{per_worker} per worker"

@@ -43,11 +43,6 @@ def measure_steps(
 
     An interrupt stops the job as well.
 
-    Args:
-        job: A job with ``profile_config``.
-        max_workers: Number of workers that the cell allows.
-        now: Clock, in seconds.
-
     Raises:
         JobFailedError: If the job fails.
         JobLostError: If its cluster ends.

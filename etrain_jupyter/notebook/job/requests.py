@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError, EtrainError, JobLostError, PoolError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.job.followed_job import FollowedJob
 from etrain_jupyter.notebook.job.link import NoAnswerError
+from etrain_jupyter.notebook.job.resume import ResumeRequest, resume_job
 from etrain_jupyter.notebook.job.waiting import ENDED
 from etrain_jupyter.wire.requests import ControlJob
-
-if TYPE_CHECKING:
-    from etrain_jupyter.bundle.capture import Bundle
-    from etrain_jupyter.pools import Pool
 
 REQUEST_S = 30.0
 """Timeout of a request, in seconds."""
@@ -31,27 +25,7 @@ _NOTHING_TO = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResumeRequest:
-    """The user's changes to a resumed job: individual values, or a whole cell."""
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    """Any of ``pool``, ``min``, ``max``, ``epochs``, ``steps``."""
-    config: TrainConfig | None = None
-    """The configuration of the cell; None keeps the job's own."""
-    bundle: Bundle | None = None
-    """The notebook's objects captured with the cell."""
-    pool: Pool | None = None
-    """The cell's pool if already resolved; None to resolve the pool from its name."""
-    cell: str = ""
-    """The text of the cell."""
-    is_forced: bool = False
-    """True to resume even if a changed setting affects the rest of the curve."""
-    is_trusted: bool = False
-    """True to run a job that another user may have submitted."""
-
-
-class JobRequests(FollowedJob, ABC):
+class JobRequests(FollowedJob):
     """The part of ``TrainingJob`` that sends requests to the coordinator."""
 
     def pause(self) -> str:
@@ -103,9 +77,9 @@ class JobRequests(FollowedJob, ABC):
             return self.request("resume")
         return self.resume_as(ResumeRequest(values=values, is_forced=force, is_trusted=trust))
 
-    @abstractmethod
     def resume_as(self, request: ResumeRequest) -> str:
-        """Resume an ended job with these changes."""
+        """Resume a job that has ended, or whose cluster has ended; see ``resume``."""
+        return resume_job(self, request)
 
     def stop(self, now: bool = False) -> str:
         """Stop the job after its next step with a checkpoint; with ``now``, stop immediately."""

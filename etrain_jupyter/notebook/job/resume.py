@@ -8,9 +8,9 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -36,63 +36,42 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.log.segments import read_log
-from etrain_jupyter.notebook.job.handover import bundle_facts, hand_over
+from etrain_jupyter.notebook.job.followed_job import FollowedJob
+from etrain_jupyter.notebook.job.handover import hand_over, spec_of
 from etrain_jupyter.notebook.job.job_record import RunRecord
-from etrain_jupyter.notebook.job.link import JobLink, open_link
-from etrain_jupyter.notebook.job.requests import ResumeRequest
+from etrain_jupyter.notebook.job.link import open_link
 from etrain_jupyter.notebook.job.run_store import RunStore, absolute_paths
 from etrain_jupyter.notebook.job.runs import store_of
 from etrain_jupyter.notebook.job.store_link import refresh_log
-from etrain_jupyter.pools import get_pool
+from etrain_jupyter.pools import Pool, get_pool
 from etrain_jupyter.pools.own_clusters import note_scheduler
 from etrain_jupyter.rules.samples.ledger import total_steps
 from etrain_jupyter.storage.checkpoints import open_store
 from etrain_jupyter.untrusted import plain_line
-from etrain_jupyter.wire.versions import read_fingerprint
 
 if TYPE_CHECKING:
     from etrain_jupyter.bundle.capture import Bundle
     from etrain_jupyter.process.address import SchedulerAddress
 
 
-class ResumableJob(Protocol):
-    """The part of a ``TrainingJob`` that a resume reads and changes."""
+@dataclass(frozen=True, kw_only=True)
+class ResumeRequest:
+    """The user's changes to a resumed job: individual values, or a whole cell."""
 
-    record: RunRecord
-
-    @property
-    def id(self) -> str:
-        """Return its id."""
-
-    @property
-    def status(self) -> str:
-        """Return its status."""
-
-    @property
-    def reason(self) -> str:
-        """Return the reason for its status."""
-
-    @property
-    def lost(self) -> str:
-        """Return why the job counts as lost; empty if it does not."""
-
-    @property
-    def note(self) -> str:
-        """Return why its cluster is unreachable; empty if it is reachable."""
-
-    @property
-    def step(self) -> int:
-        """Return the number of committed steps."""
-
-    @property
-    def is_reachable(self) -> bool:
-        """Return True if its scheduler responds."""
-
-    def events(self) -> Sequence[Event]:
-        """Return its events, in order."""
-
-    def follow_again(self, record: RunRecord, link: JobLink | None) -> None:
-        """Follow its log from the beginning, with a new record."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Any of ``pool``, ``min``, ``max``, ``epochs``, ``steps``."""
+    config: TrainConfig | None = None
+    """The configuration of the cell; None keeps the job's own."""
+    bundle: Bundle | None = None
+    """The notebook's objects captured with the cell."""
+    pool: Pool | None = None
+    """The cell's pool if already resolved; None to resolve the pool from its name."""
+    cell: str = ""
+    """The text of the cell."""
+    is_forced: bool = False
+    """True to resume even if a changed setting affects the rest of the curve."""
+    is_trusted: bool = False
+    """True to run a job that another user may have submitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +86,7 @@ class _NextAttempt:
 
 
 def resume_job(
-    job: ResumableJob, request: ResumeRequest, *, address: SchedulerAddress | None = None
+    job: FollowedJob, request: ResumeRequest, *, address: SchedulerAddress | None = None
 ) -> str:
     """Resubmit a job that is not being trained; return a message that names the starting step.
 
@@ -171,23 +150,23 @@ def _check_trusted(record: RunRecord, request: ResumeRequest) -> None:
     )
 
 
-def _check_reach(attempt: _NextAttempt, place: str) -> None:
+def _check_reach(attempt: _NextAttempt, shared_url: str) -> None:
     """Refuse a pool that cannot read the job's checkpoints: training would restart at step 0.
 
-    ``place`` is a URL that the pool's workers can read; empty if they can read local folders.
+    ``shared_url`` is one that the pool's workers can read; empty if they can read local folders.
     """
     record = attempt.record
-    # A job in a bucket has its checkpoints there too, unless `checkpoint.to` names another place.
-    if place and not record.place and attempt.config.checkpoint.to is None:
+    # A job in a bucket has its checkpoints there too, unless `checkpoint.to` names another store.
+    if shared_url and not record.place and attempt.config.checkpoint.to is None:
         raise ConfigError(
             f"the checkpoints of job {record.job_id} are in {record.checkpoints}, a folder of this "
             f"machine that the machines of pool {record.pool} cannot read. Nothing was done",
             hint=f"resume it on pool local; to move a job between pools, submit it with "
-            f"checkpoint: {{to: {place}}}",
+            f"checkpoint: {{to: {shared_url}}}",
         )
 
 
-def _check_not_training(job: ResumableJob, request: ResumeRequest) -> None:
+def _check_not_training(job: FollowedJob, request: ResumeRequest) -> None:
     is_reachable = job.is_reachable  # first: it waits for the history and for a response
     status, reason = job.status, job.reason
     # The cases, in this order:
@@ -221,7 +200,7 @@ def _check_not_training(job: ResumableJob, request: ResumeRequest) -> None:
     )
 
 
-def _end_of_log(job: ResumableJob) -> int | None:
+def _end_of_log(job: FollowedJob) -> int | None:
     """Return the sequence number of the newest event of a job in a bucket; None for a folder.
 
     Raises:
@@ -340,9 +319,9 @@ def _compare_bundles(old: Path | None, new: Bundle) -> list[Difference]:
         return [Difference(key="code", old="not readable", new="this code", why=str(exc))]
     found = []
     for change in compare_code(earlier.code, later.code, (earlier.cells, later.cells)):
-        place = f" in {change.where}" if change.where else ""
+        where = f" in {change.where}" if change.where else ""
         why = f"the notebook's {'data differ' if change.kind == 'data' else 'code differs'}"
-        key = f"{change.kind} of {change.name}{place}"
+        key = f"{change.kind} of {change.name}{where}"
         found.append(Difference(key=key, old=change.old, new=change.new, why=why))
     versions = zip(earlier.packages.items(), later.packages.values(), strict=False)
     for (name, was), is_now in versions:
@@ -408,21 +387,13 @@ def _submit(
     #   JobLostError               the job may have started there: the new record stays
     #   killed after the submit    the record names the cluster that trains the job
     written = store.rewrite(attempt.record, bundle=attempt.bundle)
+    # Relative paths in the notebook's code count from the original folder, if it exists.
+    cwd = written.cwd if written.cwd and Path(written.cwd).is_dir() else os.getcwd()
     spec = {
-        "job_id": known.job_id,
-        "name": known.name,
-        "run_dir": str(known.folder),
-        "config": written.config,
-        **bundle_facts(written),
-        "pool": written.pool,
-        "cwd": _folder_of(written),
-        "min_workers": attempt.config.workers.min,
-        "max_workers": attempt.config.max_workers(),
-        "fingerprint": read_fingerprint(),
+        **spec_of(written, attempt.config, cwd=cwd),
         "resumes": True,
         "differs": attempt.differs,
         "is_forced": is_forced,
-        **({"place": known.place} if known.place else {}),
         **extra,
     }
     link = open_link(address)
@@ -443,16 +414,10 @@ def _submit(
     return written
 
 
-def _folder_of(record: RunRecord) -> str:
-    """Return the folder for relative paths in the notebook's code: the original if it exists."""
-    return record.cwd if record.cwd and Path(record.cwd).is_dir() else os.getcwd()
-
-
 def _describe_start(record: RunRecord) -> str:
     # The newest checkpoint by its manifest; the trainers verify it and may fall back to an older
     # one.
-    place = record.checkpoints
-    steps = open_store(place).list_steps()
+    steps = open_store(record.checkpoints).list_steps()
     if not steps:
-        return f"from the beginning: {place} has no checkpoint yet"
+        return f"from the beginning: {record.checkpoints} has no checkpoint yet"
     return f"from the checkpoint at step {steps[-1]}"

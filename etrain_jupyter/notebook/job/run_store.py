@@ -36,6 +36,7 @@ from etrain_jupyter.notebook.job.job_record import (
     read_record,
     safe_name,
 )
+from etrain_jupyter.process.files import draft_of
 from etrain_jupyter.storage.ownership import sign
 from etrain_jupyter.untrusted import check_job_id, is_job_id, open_regular, plain_line
 
@@ -245,7 +246,8 @@ class RunStore:
             #   bundle-<digest> written   job.json still names the old bundle
             #   job.json replaced         it names the new bundle
             #   `remove_bundle`           by the caller, once a coordinator has accepted the job
-            _replace_bundle(record.folder / name, bundle)
+            with draft_of(record.folder / name) as draft:
+                write_bundle(draft, bundle)
             has_new_bundle = name != record.bundle_file
             record = replace(record, bundle_file=name)
         if is_signed:  # last, because the signature covers the fields set above
@@ -337,24 +339,10 @@ def _last_written_at(record: RunRecord) -> float:
         return record.created
 
 
-def _replace_bundle(path: Path, bundle: Bundle | bytes) -> None:
-    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        write_bundle(hidden, bundle)
-        hidden.replace(path)
-    finally:
-        hidden.unlink(missing_ok=True)
-
-
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file atomically: a reader finds either the old or the new content, never a part."""
-    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        _write_new(hidden, data)
-        hidden.replace(path)
-    except BaseException:
-        hidden.unlink(missing_ok=True)
-        raise
+    with draft_of(path) as draft:
+        _write_new(draft, data)
 
 
 def absolute_paths(config: dict[str, Any]) -> dict[str, Any]:

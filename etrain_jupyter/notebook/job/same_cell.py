@@ -18,6 +18,7 @@ LIST_S = 5.0
 """Timeout of the list of jobs, in seconds. The new job has been submitted and does not need it."""
 MAX_NAMED = 3
 """Maximum number of earlier jobs to name; a longer list would hide the newest one."""
+_STATUSES = {"running": "still training", "paused": "paused", "waiting": "waiting for workers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +39,6 @@ def warn_of_earlier_jobs(
 
     The jobs are those of the cluster whose records are in the same run store. If the scheduler or
     the run store does not respond, the list is empty, since the new job trains regardless.
-
-    Args:
-        record: The new job, which has been submitted.
-        store: Its run store.
-        address: Its cluster.
     """
     try:
         earlier = find_earlier_jobs(record, store, address)
@@ -110,9 +106,10 @@ def explain(record: RunRecord, earlier: Sequence[EarlierJob]) -> list[str]:
     warnings = []
     for job in earlier[:MAX_NAMED]:
         job_id, pool = job.record.job_id, plain_line(job.record.pool, 60)
+        status = _STATUSES.get(job.status, "about to start")
         total = f" of {job.total_steps:,}" if job.total_steps else ""
         warnings.append(
-            f"job {job_id}, started from this same {origin}, is {_describe(job.status)} on pool "
+            f"job {job_id}, started from this same {origin}, is {status} on pool "
             f"{pool} (step {job.step:,}{total}), and the new job {record.job_id} shares the pool's "
             f"workers with it. To stop the earlier job with a checkpoint, type %etrain stop "
             f"{job_id}; to follow it, %etrain attach {job_id}."
@@ -121,8 +118,3 @@ def explain(record: RunRecord, earlier: Sequence[EarlierJob]) -> list[str]:
         rest = len(earlier) - MAX_NAMED
         warnings.append(f"{rest} more of this {origin} have not ended: %etrain ls lists them.")
     return warnings
-
-
-def _describe(status: str) -> str:
-    known = {"running": "still training", "paused": "paused", "waiting": "waiting for workers"}
-    return known.get(status, "about to start")

@@ -32,12 +32,7 @@ HEARTBEAT_CHECK_S = 5.0
 
 
 class StoreLink:
-    """Connection to a job's log where its cluster is unreachable; see ``link.Link``.
-
-    Args:
-        record: The job.
-        why: Why its cluster is unreachable, as text for the user.
-    """
+    """Connection to a job's log where its cluster is unreachable; see ``link.Link``."""
 
     def __init__(self, record: RunRecord, *, why: str = "") -> None:
         self.why = why

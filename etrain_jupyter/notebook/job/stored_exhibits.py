@@ -87,7 +87,15 @@ def exhibits_of(record: RunRecord, stored: Iterable[ExhibitStored]) -> list[Exhi
 
 def _read(record: RunRecord, event: ExhibitStored, key: str) -> Content:
     what = f"{key} of job {record.job_id}"
-    data = _read_here(record, key)
+    data = None
+    try:
+        data = read_exhibit(record.folder, key)
+    except FileNotFoundError:
+        pass
+    except OSError as exc:
+        raise RunStoreError(
+            f"{what} cannot be read: {exc.strerror or exc} ({record.folder})"
+        ) from exc
     # This machine's copy of a job in a bucket may be missing or outdated.
     if record.place and (data is None or not is_as_logged(data, event)):
         data = RunObjects(record.place).get(key, most_bytes=MAX_BYTES + 1)
@@ -104,14 +112,3 @@ def _read(record: RunRecord, event: ExhibitStored, key: str) -> Content:
         return parse_exhibit(event.format, data)
     except InvalidExhibitError as exc:
         raise RunStoreError(f"{what} {exc}. It is not displayed.") from exc
-
-
-def _read_here(record: RunRecord, key: str) -> bytes | None:
-    try:
-        return read_exhibit(record.folder, key)
-    except FileNotFoundError:
-        return None
-    except OSError as exc:
-        raise RunStoreError(
-            f"{key} of job {record.job_id} cannot be read: {exc.strerror or exc} ({record.folder})"
-        ) from exc

@@ -13,10 +13,9 @@ from etrain_jupyter.errors import ConfigError, LoggerError, RunStoreError
 from etrain_jupyter.log.events import ExhibitStored, JobStatus
 from etrain_jupyter.log.exhibits import Content
 from etrain_jupyter.log.loggers.base import Logger
-from etrain_jupyter.log.loggers.feed import export_log
+from etrain_jupyter.log.loggers.feed import export_log, writer_lock
 from etrain_jupyter.log.loggers.registry import make_logger
 from etrain_jupyter.log.loggers.timeline import ReadExhibit
-from etrain_jupyter.log.loggers.writer_lock import writer_lock
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.store_link import refresh_log
 from etrain_jupyter.notebook.job.stored_exhibits import Exhibit

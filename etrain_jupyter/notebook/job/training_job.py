@@ -14,11 +14,9 @@ from typing import Any, Protocol, TypeVar
 
 from etrain_jupyter.display.tables import html_table
 from etrain_jupyter.log.events import TERMINAL_STATUSES, Event
-from etrain_jupyter.notebook.job.history import LatestValues
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import JobLink
-from etrain_jupyter.notebook.job.requests import REQUEST_S, JobRequests, ResumeRequest
-from etrain_jupyter.notebook.job.resume import resume_job
+from etrain_jupyter.notebook.job.requests import REQUEST_S, JobRequests
 from etrain_jupyter.notebook.job.track import track_job
 from etrain_jupyter.notebook.job.waiting import JobWait
 from etrain_jupyter.notebook.job.weights import (
@@ -76,16 +74,11 @@ class TrainingJob(JobRequests):
 
     def follow_again(self, record: RunRecord, link: JobLink | None) -> None:
         """Follow the next attempt of a resumed job, from the beginning of its log."""
-        self._feed.close()
-        self._follow(record, link)
+        super().follow_again(record, link)
         self.was_interrupted = False
         if self.screen is not None:
             # It skips events that it has already seen.
             self._feed.subscribe(self.screen.add_events)
-
-    def resume_as(self, request: ResumeRequest) -> str:
-        """Resume a job that has ended, or whose cluster has ended; see ``resume``."""
-        return resume_job(self, request)
 
     def workers(self) -> list[dict[str, Any]]:
         """Return one record per worker (worker, rank, state, device ...); empty once the job ends.
@@ -311,17 +304,13 @@ class TrainingJob(JobRequests):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
         if self.screen is not None:
             return self.screen._repr_mimebundle_(include=include, exclude=exclude)
-        table = table_of(self._glance(), self.id, self.status)
+        view = self._glance()
+        rows = {
+            "job": self.id,
+            "status": self.status,
+            "step": f"{view.step} of {view.total_steps}" if view.total_steps else str(view.step),
+            "workers": str(view.world_size),
+            **{name: f"{value:.4g}" for name, value in view.metrics.items()},
+        }
+        table = html_table([], list(rows.items()), has_row_heads=True)
         return {"text/plain": repr(self), "text/html": table}
-
-
-def table_of(view: LatestValues, job_id: str, status: str) -> str:
-    """Return a job's latest values as an HTML table."""
-    rows = {
-        "job": job_id,
-        "status": status,
-        "step": f"{view.step} of {view.total_steps}" if view.total_steps else str(view.step),
-        "workers": str(view.world_size),
-        **{name: f"{value:.4g}" for name, value in view.metrics.items()},
-    }
-    return html_table([], list(rows.items()), has_row_heads=True)

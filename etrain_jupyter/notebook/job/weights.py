@@ -28,8 +28,6 @@ from etrain_jupyter.storage.checkpoints import (
 
 MODEL_PART = "model.safetensors"
 STATE_PART = "state.json"
-NOTHING: dict[str, list[Any]] = {"best": []}
-NEVER_EVALUATED = "no evaluation ran before its newest checkpoint"
 WEIGHTS = ("auto", "averaged", "raw")
 MOST_NAMED = 5
 """Maximum number of tensor names in a message."""
@@ -171,7 +169,7 @@ def _best_evals_in(store: CheckpointStore, manifest: Manifest | None) -> dict[in
 def _read_best_evals(state_file: Path) -> dict[int, float]:
     try:
         state = json.loads(state_file.read_text())
-        best = (state["extras"].get("evaluations") or NOTHING)["best"]
+        best = (state["extras"].get("evaluations") or {"best": []})["best"]
         return {operator.index(step): float(value) for step, value in best}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as exc:
         raise CheckpointError(f"{STATE_PART} is invalid ({exc})") from exc
@@ -205,9 +203,10 @@ def _find_best(record: RunRecord, best_evals: Mapping[int, float], weights: str)
             return _open_step(store, step, record, weights)
         except CheckpointError as exc:
             refused.append(f"step {step}: {exc}")
+    why = "; ".join(refused) or "no evaluation ran before its newest checkpoint"
     raise CheckpointError(
-        f"job {record.job_id} has no best weights to load: {'; '.join(refused) or NEVER_EVALUATED}"
-        ". which='last' loads the newest weights."
+        f"job {record.job_id} has no best weights to load: {why}. which='last' loads the newest "
+        "weights."
     )
 
 
@@ -323,13 +322,13 @@ def differences(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     ]
     found = [("different shape", other), ("not in the checkpoint", lacking)]
     found.append(("not in the model", unknown))
-    return [f"{what}: {_first_of(names)}" for what, names in found if names]
+    return [
+        f"{what}: {', '.join(names[:MOST_NAMED])}"
+        + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+        for what, names in found
+        if names
+    ]
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))
-
-
-def _first_of(names: list[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -32,7 +32,7 @@ from etrain_jupyter.log.events import (
     WarmUpPhase,
     event_from_dict,
 )
-from tests.unit.log.spent import PLAIN_STEP
+from tests.unit.log.spent import made
 
 # Lone surrogates cannot be written as UTF-8; everything else may stand in a traceback.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -153,38 +153,12 @@ def test_steps_of_many_epochs_need_no_memory() -> None:
 
 
 def step_of(*, samples: int, world_size: int) -> StepCompleted:
-    return StepCompleted(
-        job_id="job",
-        time=1.0,
-        step=1,
-        epoch=0,
-        first=0,
-        samples=samples,
-        sample_checksum=7,
-        loss=0.5,
-        lr=0.1,
-        world_size=world_size,
-        samples_per_s=1.0,
-        **PLAIN_STEP,
-    )
+    return made(StepCompleted, samples=samples, world_size=world_size)
 
 
 def test_non_finite_floats_survive_a_round_trip(path: Path) -> None:
-    step = StepCompleted(
-        job_id="job",
-        time=1.0,
-        step=1,
-        epoch=0,
-        first=0,
-        samples=32,
-        sample_checksum=7,
-        loss=math.nan,
-        lr=math.inf,
-        world_size=1,
-        samples_per_s=-math.inf,
-        metrics={"perplexity": math.inf},
-        **PLAIN_STEP,
-    )
+    values = {"loss": math.nan, "lr": math.inf, "samples_per_s": -math.inf}
+    step = made(StepCompleted, **values, metrics={"perplexity": math.inf})
     EventLog(path).append([step])
     (read,) = read_events(path)
     assert isinstance(read, StepCompleted)
@@ -435,12 +409,7 @@ def test_two_hundred_thousand_steps_replay_in_seconds(path: Path) -> None:
 def test_text_that_utf8_cannot_encode_is_escaped(path: Path) -> None:
     """Review R4: a file name that is not UTF-8 made the log refuse the event."""
     log = EventLog(path)
-    step = StepCompleted(
-        **{"job_id": "job", "time": 1.0, "step": 1, "epoch": 0, "first": 0, "samples": 1},
-        **{"sample_checksum": 1, "loss": 1.0, "lr": 0.1, "world_size": 1, "samples_per_s": 1.0},
-        metrics={"caf\udce9": 0.5},
-        **PLAIN_STEP,
-    )
+    step = made(StepCompleted, metrics={"caf\udce9": 0.5})
     kept = log.append([line("bad file caf\udce9"), step])
     log.close()
     read = read_events(path)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from etrain_jupyter.log.blocks import FORGOTTEN, Events, runs_of
 from etrain_jupyter.log.events import Event, LogLine, StepCompleted
-from etrain_jupyter.notebook.job import feed as feed_module
-from etrain_jupyter.notebook.job.feed import EventFeed
-from tests.unit.log.spent import PLAIN_STEP
+from etrain_jupyter.notebook.job import known_events
+from tests.unit.log.spent import made
 
 
 def printed(seq: int) -> Event:
@@ -17,12 +14,7 @@ def printed(seq: int) -> Event:
 
 
 def step(seq: int) -> Event:
-    return StepCompleted(
-        **{"job_id": "j", "time": float(seq), "seq": seq, "step": seq, "epoch": 0, "first": 0},
-        **{"samples": 1, "sample_checksum": 1, "loss": 1.0, "lr": 0.1, "world_size": 1},
-        samples_per_s=1.0,
-        **PLAIN_STEP,
-    )
+    return made(StepCompleted, job_id="j", time=float(seq), seq=seq, step=seq)
 
 
 def test_old_log_lines_lose_only_their_text(monkeypatch) -> None:
@@ -49,12 +41,12 @@ def test_old_log_lines_lose_only_their_text(monkeypatch) -> None:
     assert list(again) == found
 
 
-def test_feed_drops_the_text_of_old_log_lines(tmp_path: Path, monkeypatch) -> None:
+def test_feed_drops_the_text_of_old_log_lines(monkeypatch) -> None:
     monkeypatch.setattr(Events, "PACK_AT", 40)
-    monkeypatch.setattr(feed_module, "KEEP_LINES", 50)
-    feed = EventFeed("j", tmp_path / "none", None, fold=lambda events: None)
+    monkeypatch.setattr(known_events, "KEEP_LINES", 50)
+    feed = known_events.KnownEvents("j", fold=lambda events: None)
     for first in range(1, 2000, 10):
-        feed._take([printed(seq) for seq in range(first, first + 10)])
-    kept = [event for event in feed.events() if event.text != FORGOTTEN]
-    assert len(feed.events()) == 2000
+        feed.take([printed(seq) for seq in range(first, first + 10)])
+    kept = [event for event in feed.events if event.text != FORGOTTEN]
+    assert len(feed.events) == 2000
     assert len(kept) <= 50 + 3 * 40

@@ -13,7 +13,7 @@ from etrain_jupyter.log import events as t
 from etrain_jupyter.log.blocks import Events, pack
 from etrain_jupyter.log.job_record import NOT_BEGUN, JobRecord, TypeWork
 from etrain_jupyter.notebook.job.history import LatestValues
-from tests.unit.log.spent import NOTHING_ELSE, PLAIN_STEP
+from tests.unit.log.spent import NOTHING_ELSE, made
 from tests.unit.rules.simulated.job import Job
 from tests.unit.rules.simulated.schedule import Schedule
 
@@ -29,12 +29,8 @@ def simulated_jobs(seed: int) -> list[Job]:
 def test_duration_continues_if_the_clock_is_set_back() -> None:
     record, common = JobRecord(), {"job_id": "j", "generation": 1}
     record.apply(t.JobSubmitted(**common, time=1000.0, name="n", min_workers=1, max_workers=1))
-    step = {"epoch": 0, "first": 0, "samples": 1, "sample_checksum": 0, "loss": 1.0, "lr": 0.1}
     for number, time in enumerate((1010.0, 1020.0, 1019.0, -2580.0, -2570.0), start=1):
-        event = t.StepCompleted(
-            **common, **step, time=time, step=number, world_size=1, samples_per_s=1.0, **PLAIN_STEP
-        )
-        record.apply(event)
+        record.apply(made(t.StepCompleted, **common, time=time, step=number))
         # The clock of the scheduler's machine differs by more than a minute.
         record.apply(t.LogLine(**common, time=time + 500, level="info", worker="", text=""))
 
@@ -186,33 +182,12 @@ def event(kind: type[t.Event], **values: Any) -> t.Event:
 
 
 def formed(generation: int, step: int) -> t.Event:
-    ranks = ["w1"]
-    return event(
-        t.GenerationFormed,
-        generation=generation,
-        why="start",
-        world_size=1,
-        ranks=ranks,
-        step=step,
-        backend="gloo",
-    )
+    return made(t.GenerationFormed, job_id="j", generation=generation, ranks=["w1"], step=step)
 
 
 def committed(step: int, generation: int = 1) -> t.Event:
-    return event(
-        t.StepCompleted,
-        generation=generation,
-        step=step,
-        epoch=0,
-        first=0,
-        samples=4,
-        sample_checksum=0,
-        loss=1.0,
-        lr=0.1,
-        world_size=1,
-        samples_per_s=8.0,
-        **PLAIN_STEP,
-    )
+    values = {"samples": 4, "samples_per_s": 8.0}
+    return made(t.StepCompleted, job_id="j", generation=generation, step=step, **values)
 
 
 def test_restore_undoes_everything_after_its_step() -> None:

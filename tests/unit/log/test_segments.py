@@ -36,7 +36,7 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.log.segments import compact, read_log, segments_of
 from etrain_jupyter.notebook.dashboard.job_view import JobView
 from etrain_jupyter.notebook.job.history import LatestValues
-from tests.unit.log.spent import PLAIN_STEP
+from tests.unit.log.spent import made
 
 FEW = 10
 """Events a segment in these tests."""
@@ -58,11 +58,10 @@ def path(tmp_path: Path) -> Path:
 
 def step(number: int, **changes: Any) -> StepCompleted:
     values: dict[str, Any] = {
-        **{"job_id": "job", "time": 100.0 + number, "generation": 1},
-        **{"step": number, "epoch": 0, "first": 0, "samples": 32, "sample_checksum": 7 << 40},
-        **{"loss": 1 / number, "lr": 0.1, "world_size": 2, "samples_per_s": 10.0 + number},
+        **{"time": 100.0 + number, "generation": 1, "step": number, "sample_checksum": 7 << 40},
+        **{"loss": 1 / number, "world_size": 2, "samples_per_s": 10.0 + number},
     }
-    return StepCompleted(**PLAIN_STEP | values | changes)
+    return made(StepCompleted, **values | changes)
 
 
 def steps(number: int) -> list[Event]:

@@ -5,7 +5,7 @@ from typing import Any
 from etrain_jupyter.log import events as t
 from etrain_jupyter.log.job_record import JobRecord
 from etrain_jupyter.log.startup import Startup
-from tests.unit.log.spent import PLAIN_STEP
+from tests.unit.log.spent import made
 
 
 def event(kind: type[t.Event], time: float, **fields: Any) -> t.Event:
@@ -18,17 +18,7 @@ def submitted(time: float = 100.0, **fields: Any) -> t.Event:
 
 
 def step(time: float, number: int = 1) -> t.Event:
-    values = {"step": number, "epoch": 0, "first": 0, "samples": 1, "sample_checksum": 1}
-    return event(
-        t.StepCompleted,
-        time,
-        **values,
-        loss=1.0,
-        lr=0.1,
-        world_size=1,
-        samples_per_s=1,
-        **PLAIN_STEP,
-    )
+    return made(t.StepCompleted, job_id="j", time=time, step=number)
 
 
 def warm_up(time: float, worker: str = "w1") -> list[t.Event]:

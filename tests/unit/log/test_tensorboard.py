@@ -31,10 +31,9 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.log.exhibits import Table, digest_of, encode_table, exhibit_key, write_exhibit
 from etrain_jupyter.log.loggers import process
-from etrain_jupyter.log.tensorboard import convert
-from etrain_jupyter.log.tensorboard_exhibits import code_block, markdown_table
+from etrain_jupyter.log.tensorboard import code_block, convert, markdown_table
 from tests.unit.log.pictures import png
-from tests.unit.log.spent import PLAIN_STEP
+from tests.unit.log.spent import made
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 plugins = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
@@ -42,11 +41,10 @@ plugins = pytest.importorskip("tensorboard.backend.event_processing.plugin_event
 
 def step(number: int, loss: float = 0.5, **changes: Any) -> StepCompleted:
     values: dict[str, Any] = {
-        **{"job_id": "job", "time": 100.0 + number, "generation": 1, "step": number, "epoch": 0},
-        **{"first": 0, "samples": 32, "sample_checksum": 7, "loss": loss, "lr": 0.25},
+        **{"time": 100.0 + number, "generation": 1, "step": number, "loss": loss, "lr": 0.25},
         **{"world_size": 2, "samples_per_s": 10.0, "metrics": {"accuracy": 0.75}, "data_s": 0.125},
     }
-    return StepCompleted(**PLAIN_STEP | values | changes)
+    return made(StepCompleted, **values | changes)
 
 
 def evaluation(number: int, loss: float) -> EvalCompleted:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.errors import LoggerError
-from etrain_jupyter.log.loggers.feed import LogFeed
+from etrain_jupyter.log.loggers.feed import LogFeed, writer_lock
 from etrain_jupyter.log.loggers.process import follow_alone, follow_elsewhere
-from etrain_jupyter.log.loggers.writer_lock import writer_lock
 from etrain_jupyter.testing.logger_contract import JOB_ID, Job, MemoryLogger, MemoryRuns, losses
 from tests.acme_package import install_acme, losses_of, rows_of
 

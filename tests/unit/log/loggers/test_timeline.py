@@ -20,15 +20,14 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.log.loggers.base import Exhibit, Note, Record, Values
 from etrain_jupyter.log.loggers.timeline import Rewind, Timeline, find_rewinds
-from tests.unit.log.spent import PLAIN_STEP
+from tests.unit.log.spent import made
 
 COMMON: dict[str, Any] = {"job_id": "job", "time": 1.0}
 
 
 def step(number: int, loss: float = 0.5) -> StepCompleted:
-    values: dict[str, Any] = {"epoch": 0, "first": 0, "samples": 32, "sample_checksum": 7}
-    values |= {"lr": 0.25, "world_size": 2, "samples_per_s": 10.0}
-    return StepCompleted(**COMMON, **values, step=number, loss=loss, **PLAIN_STEP)
+    values: dict[str, Any] = {"lr": 0.25, "world_size": 2, "samples_per_s": 10.0}
+    return made(StepCompleted, **values, step=number, loss=loss)
 
 
 def evaluation(number: int, loss: float = 0.5) -> EvalCompleted:

@@ -33,7 +33,7 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.notebook.audit import AuditReport, audit_log
 from etrain_jupyter.rules.samples.ledger import checksum_of, cursor_at, epoch_order, total_steps
-from tests.unit.log.spent import PLAIN_STEP
+from tests.unit.log.spent import made
 
 NUM_SAMPLES, BATCH, SEED, EPOCHS = 100, 32, 11, 3
 COMMON: dict[str, Any] = {"job_id": "digits-1", "time": 1.0}
@@ -56,30 +56,19 @@ def submitted(seed: int = SEED) -> JobSubmitted:
 
 
 def planned(num_samples: int = NUM_SAMPLES, batch: int = BATCH, epochs: int = EPOCHS) -> JobPlanned:
-    return JobPlanned(
+    return made(
+        JobPlanned,
         **COMMON,
-        num_train_samples=num_samples,
-        num_eval_samples=20,
-        global_batch_size=batch,
+        **{"num_train_samples": num_samples, "num_eval_samples": 20, "global_batch_size": batch},
         steps_per_epoch=-(-num_samples // batch),
         total_steps=total_steps(epochs, None, num_samples, batch),
-        num_parameters=10,
-        num_trained_parameters=10,
         total_samples=epochs * num_samples,
     )
 
 
 def formed(generation: int, step: int, ranks: list[str], pids: list[int]) -> GenerationFormed:
-    return GenerationFormed(
-        **COMMON,
-        generation=generation,
-        why="start",
-        world_size=len(ranks),
-        ranks=ranks,
-        trainer_pids=pids,
-        step=step,
-        backend="gloo",
-    )
+    values = {"generation": generation, "step": step, "ranks": ranks, "trainer_pids": pids}
+    return made(GenerationFormed, **COMMON, **values)
 
 
 def samples_of(step: int, num_samples: int = NUM_SAMPLES, batch: int = BATCH) -> Any:
@@ -98,19 +87,13 @@ def completed(
     """Return the event of a step that trained what was due, or else ``trained``."""
     epoch, first, _ = cursor_at(step - 1, num_samples, batch)
     trained = samples_of(step, num_samples, batch) if trained is None else np.asarray(trained)
-    return StepCompleted(
+    return made(
+        StepCompleted,
         **COMMON,
-        generation=generation,
-        step=step,
-        epoch=epoch,
-        first=first,
+        **{"generation": generation, "step": step, "epoch": epoch, "first": first},
         samples=len(trained),
         sample_checksum=checksum_of(trained),
-        loss=1.0,
-        lr=0.1,
         world_size=2,
-        samples_per_s=100.0,
-        **PLAIN_STEP,
     )
 
 

@@ -19,21 +19,16 @@ from etrain_jupyter.log.events import (
 )
 from etrain_jupyter.notebook.audit import audit_log
 from etrain_jupyter.rules.samples.ledger import checksum_of, epoch_order
-from tests.unit.log.spent import PLAIN_STEP
+from tests.unit.log.spent import made
 
 NUM_SAMPLES, EACH, EPOCHS = 50, 8, 2
 COMMON: dict[str, Any] = {"job_id": "j", "time": 1.0}
-PLAN = JobPlanned(
+PLAN = made(
+    JobPlanned,
     **COMMON,
-    num_train_samples=NUM_SAMPLES,
-    num_eval_samples=0,
-    global_batch_size=EACH,
-    steps_per_epoch=7,
-    total_steps=14,
-    total_samples=EPOCHS * NUM_SAMPLES,
-    per_worker_batch_size=EACH,
-    num_parameters=10,
-    num_trained_parameters=10,
+    **{"num_train_samples": NUM_SAMPLES, "total_samples": EPOCHS * NUM_SAMPLES},
+    **{"steps_per_epoch": 7, "total_steps": 14},
+    **{"global_batch_size": EACH, "per_worker_batch_size": EACH},
 )
 
 
@@ -44,31 +39,20 @@ def log_of(world_sizes: list[int]) -> list[Event]:
     while position < PLAN.total_samples:
         world_size = world_sizes[min(step, len(world_sizes) - 1)]
         if step < len(world_sizes):
-            formed = {"generation": step + 1, "why": "join", "world_size": world_size, "step": step}
+            formed = {"generation": step + 1, "step": step, "trainer_pids": [1] * 8}
             names = [f"w{rank}" for rank in range(world_size)]
-            events.append(
-                GenerationFormed(
-                    **COMMON, **formed, ranks=names, trainer_pids=[1] * 8, backend="gloo"
-                )
-            )
+            events.append(made(GenerationFormed, **COMMON, **formed, ranks=names))
         epoch, first = divmod(position, NUM_SAMPLES)
         count = min(EACH * world_size, NUM_SAMPLES - first)
         order = epoch_order(seed=0, epoch=epoch, num_samples=NUM_SAMPLES)
         step, position = step + 1, position + count
         events.append(
-            StepCompleted(
+            made(
+                StepCompleted,
                 **COMMON,
-                generation=min(step, len(world_sizes)),
-                step=step,
-                epoch=epoch,
-                first=first,
-                samples=count,
+                **{"generation": min(step, len(world_sizes)), "step": step, "epoch": epoch},
+                **{"first": first, "samples": count, "world_size": world_size},
                 sample_checksum=checksum_of(order[first : first + count]),
-                loss=1.0,
-                lr=0.1,
-                world_size=world_size,
-                samples_per_s=1.0,
-                **PLAIN_STEP,
             )
         )
     events.append(JobStatusChanged(**COMMON, status="finished"))

@@ -11,7 +11,7 @@ from etrain_jupyter.log.events import StepCompleted
 from etrain_jupyter.notebook.audit.samples import Work, check_samples
 from etrain_jupyter.rules.samples.block_order import BlockLayout, BlockOrder
 from etrain_jupyter.rules.samples.ledger import checksum_of, range_at
-from tests.unit.log.spent import PLAIN_STEP
+from tests.unit.log.spent import made
 
 LAYOUT = BlockLayout((30, 30, 30, 10), 2)
 SEED, BATCH, NUM_SAMPLES = 5, 16, 100
@@ -24,21 +24,9 @@ def steps_of(layout: BlockLayout, count: int) -> list[StepCompleted]:
         due = range_at(position, num_samples=NUM_SAMPLES, global_batch_size=BATCH)
         order = BlockOrder(layout, seed=SEED, epoch=due.epoch)
         trained = order.samples(due.first, due.first + due.samples)
-        common: dict[str, Any] = {"job_id": "j", "time": 0.0, "generation": 1, "world_size": 1}
-        steps.append(
-            StepCompleted(
-                **common,
-                step=number,
-                epoch=due.epoch,
-                first=due.first,
-                samples=due.samples,
-                sample_checksum=checksum_of(trained),
-                loss=1.0,
-                lr=0.1,
-                samples_per_s=1.0,
-                **PLAIN_STEP,
-            )
-        )
+        values: dict[str, Any] = {"generation": 1, "step": number, **due._asdict()}
+        values |= {"sample_checksum": checksum_of(trained)}
+        steps.append(made(StepCompleted, job_id="j", **values))
         position += due.samples
     return steps
 

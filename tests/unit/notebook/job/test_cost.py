@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.log import events as t
-from etrain_jupyter.notebook.job.cost import JobCost, cost_of
-from etrain_jupyter.notebook.job.history import LatestValues
-from tests.unit.log.spent import PLAIN_STEP
+from etrain_jupyter.notebook.job.history import JobCost, LatestValues, cost_of
+from tests.unit.log.spent import made
 
 COMMON = {"job_id": "j", "time": 1.0, "generation": 1}
 
@@ -21,31 +20,7 @@ def view_of(*events: t.Event) -> LatestValues:
 
 
 def step(number: int, epoch: int, first: int) -> t.StepCompleted:
-    values: dict[str, Any] = {"sample_checksum": 0, "loss": 1.0, "lr": 0.1, "world_size": 1}
-    return t.StepCompleted(
-        **COMMON,
-        step=number,
-        epoch=epoch,
-        first=first,
-        samples=10,
-        samples_per_s=1.0,
-        **values,
-        **PLAIN_STEP,
-    )
-
-
-def planned() -> t.JobPlanned:
-    return t.JobPlanned(
-        **COMMON,
-        num_train_samples=100,
-        num_eval_samples=0,
-        global_batch_size=10,
-        steps_per_epoch=10,
-        total_steps=20,
-        num_parameters=10,
-        num_trained_parameters=10,
-        total_samples=200,
-    )
+    return made(t.StepCompleted, **COMMON, step=number, epoch=epoch, first=first, samples=10)
 
 
 def test_job_in_a_pool_without_prices_has_no_cost() -> None:
@@ -59,7 +34,7 @@ def test_cost_is_the_last_reported_one_with_interruptions_and_samples() -> None:
     told = {"on_demand_usd": 4.0, "wasted_usd": 0.2}
     cost = cost_of(
         view_of(
-            planned(),
+            made(t.JobPlanned, **COMMON),
             t.CostUpdated(**COMMON, spent_usd=0.5, on_demand_usd=1.0),
             t.PreemptionNoticed(**COMMON, worker="i-1", deadline=9.0),
             t.WorkerLeft(**COMMON, worker="i-1", reason="preempted"),

@@ -69,46 +69,36 @@ def model_of(step: int) -> Tied:
 
 
 def commit(
-    job: TrainingJob, step: int, *, judged: list[Any] | None = None, config: bytes = b""
+    job: TrainingJob, step: int, *, config: bytes = b"", is_averaged: bool = False
 ) -> LocalStore:
-    """Save the model of a step as a trainer does: copies, so that nothing is shared any more."""
+    """Save the model of a step as a trainer does: copies, so that nothing is shared any more.
+
+    The averages are twice the weights, in float64.
+    """
     store = LocalStore(job.record.folder)
     folder = store.begin(step)
     tensors = {name: value.clone() for name, value in model_of(step).state_dict().items()}
-    state = {"extras": {"evaluations": {"best": judged or []}}}
     contents = {
         "model.safetensors": save(tensors, {"format": "pt"}),
-        "state.json": json.dumps(state).encode(),
         **({"config.json": config} if config else {}),
     }
+    extras: dict[str, Any] = {"evaluations": {"best": []}}
+    if is_averaged:
+        packed = {name: {"$tensor": f"extra.ema.average.{name}"} for name in tensors}
+        averages = {packed[name]["$tensor"]: 2 * value.double() for name, value in tensors.items()}
+        contents["extra.safetensors"] = save(averages)
+        extras["ema"] = {"num_updates": 3, "average": packed}
+    contents["state.json"] = json.dumps({"extras": extras}).encode()
     parts = {name: store.put_part(folder, name, data) for name, data in contents.items()}
     facts: dict[str, Any] = {"job_id": job.id, "generation": 3, "config_digest": "", "created": 1.0}
     assert store.commit(Manifest(step=step, parts=parts, **facts))
     return store
 
 
-def commit_average(job: TrainingJob, step: int) -> None:
-    """Save the model of a step with averages of twice its weights, in float64."""
-    store = LocalStore(job.record.folder)
-    folder = store.begin(step)
-    tensors = {name: value.clone() for name, value in model_of(step).state_dict().items()}
-    packed = {name: {"$tensor": f"extra.ema.average.{name}"} for name in tensors}
-    averages = {packed[name]["$tensor"]: 2 * value.double() for name, value in tensors.items()}
-    state = {"extras": {"ema": {"num_updates": 3, "average": packed}}}
-    contents = {
-        "model.safetensors": save(tensors, {"format": "pt"}),
-        "extra.safetensors": save(averages),
-        "state.json": json.dumps(state).encode(),
-    }
-    parts = {name: store.put_part(folder, name, data) for name, data in contents.items()}
-    facts: dict[str, Any] = {"job_id": job.id, "generation": 3, "config_digest": "", "created": 1.0}
-    assert store.commit(Manifest(step=step, parts=parts, **facts))
-
-
 def test_averaged_weights_are_loaded_and_exported_unless_raw_ones_are_asked_for(
     job: TrainingJob, tmp_path: Path
 ) -> None:
-    commit_average(job, 10)
+    commit(job, 10, is_averaged=True)
     raw = model_of(10).out.bias.detach()
 
     averaged = load_file(job.export(tmp_path / "averaged.safetensors"))

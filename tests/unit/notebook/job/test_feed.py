@@ -410,8 +410,8 @@ def test_exception_in_a_listener_is_counted_and_does_not_affect_others(tmp_path:
     good.wait_for(2)
     assert feed.ended.wait(5)
 
-    assert feed.num_listener_errors == 2
-    assert isinstance(feed.last_listener_error, ValueError)
+    assert feed._known.num_errors == 2
+    assert isinstance(feed._known.last_error, ValueError)
 
 
 def test_unknown_events_of_a_newer_version_leave_no_gap(tmp_path: Path) -> None:

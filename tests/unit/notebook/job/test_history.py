@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
 
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import (
@@ -18,31 +19,23 @@ from etrain_jupyter.log.events import (
     JobResumed,
     JobStatusChanged,
     LogLine,
+    RankTimed,
     StepCompleted,
     UserErrorRaised,
     WorkerLeft,
     WorkerLost,
+    event_from_dict,
 )
-from etrain_jupyter.notebook.job.history import History, LatestValues, peek_log
-from tests.unit.log.spent import PLAIN_STEP
+from etrain_jupyter.notebook.job.history import History, LatestValues, peek_log, phases_of
+from tests.unit.log.spent import NOTHING_ELSE, made
 
 
 def step(number: int, **changes: Any) -> StepCompleted:
     values: dict[str, Any] = {
-        "job_id": "j",
-        "time": float(number),
-        "generation": 1,
-        "step": number,
-        "epoch": 0,
-        "first": 0,
-        "samples": 32,
-        "sample_checksum": 1,
-        "loss": 1 / number,
-        "lr": 0.1,
-        "world_size": 2,
-        "samples_per_s": 100.0,
+        **{"job_id": "j", "time": float(number), "generation": 1, "step": number},
+        **{"loss": 1 / number, "world_size": 2, "samples_per_s": 100.0},
     }
-    return StepCompleted(**PLAIN_STEP | values | changes)
+    return made(StepCompleted, **values | changes)
 
 
 def evaluation(number: int, loss: float, **metrics: float) -> EvalCompleted:
@@ -163,29 +156,9 @@ def test_latest_values_follow_the_events() -> None:
     view = LatestValues()
     view.add(
         [
-            JobPlanned(
-                job_id="j",
-                time=0.0,
-                num_train_samples=64,
-                num_eval_samples=9,
-                global_batch_size=32,
-                steps_per_epoch=2,
-                total_steps=4,
-                num_parameters=10,
-                num_trained_parameters=10,
-                total_samples=128,
-            ),
+            made(JobPlanned, job_id="j", num_train_samples=64, total_steps=4),
             JobStatusChanged(job_id="j", time=0.0, status="running"),
-            GenerationFormed(
-                job_id="j",
-                time=0.0,
-                generation=3,
-                why="join",
-                world_size=2,
-                ranks=["a", "b"],
-                step=1,
-                backend="gloo",
-            ),
+            formed(3, ["a", "b"]),
             step(2, metrics={"accuracy": 0.25}),
             evaluation(2, 0.7, accuracy=0.5),
         ]
@@ -199,18 +172,7 @@ def test_latest_values_follow_the_events() -> None:
 def test_peek_reads_the_two_ends_of_a_long_log(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path, fsync_every_s=None)
-    planned = JobPlanned(
-        job_id="j",
-        time=0.0,
-        num_train_samples=1,
-        num_eval_samples=0,
-        global_batch_size=1,
-        steps_per_epoch=1,
-        total_steps=5000,
-        num_parameters=10,
-        num_trained_parameters=10,
-        total_samples=5000,
-    )
+    planned = made(JobPlanned, job_id="j", total_steps=5000)
     log.append([planned, JobStatusChanged(job_id="j", time=0.0, status="waiting")])
     log.append([LogLine(job_id="j", time=0.0, level="info", worker="", text="x" * 90)] * 500)
     log.append([JobStatusChanged(job_id="j", time=0.0, status="running")])
@@ -224,16 +186,7 @@ def test_peek_reads_the_two_ends_of_a_long_log(tmp_path: Path) -> None:
 
 
 def formed(generation: int, ranks: list[str]) -> GenerationFormed:
-    return GenerationFormed(
-        job_id="j",
-        time=0.0,
-        generation=generation,
-        why="join",
-        world_size=len(ranks),
-        ranks=ranks,
-        step=1,
-        backend="gloo",
-    )
+    return made(GenerationFormed, job_id="j", generation=generation, ranks=ranks, step=1)
 
 
 def test_peek_counts_the_workers_of_a_generation_that_formed_between_the_two_ends(
@@ -339,3 +292,53 @@ def test_peek_at_a_resumed_job_gives_its_newest_status(tmp_path: Path) -> None:
 
     assert (view.status, view.is_terminal, view.step, view.world_size) == ("submitted", False, 1, 0)
     log.close()
+
+
+def timed(worker: str, world_size: int, samples: int, elapsed_s: float, **more: Any) -> RankTimed:
+    spent = {"data_s": 0.0, "compute_s": elapsed_s, "communication_s": 0.0, "optimizer_s": 0.0}
+    return RankTimed(
+        job_id="j",
+        time=0.0,
+        worker=worker,
+        rank=0,
+        world_size=world_size,
+        step=4,
+        num_steps=2,
+        samples=samples,
+        elapsed_s=elapsed_s,
+        **{**NOTHING_ELSE, **spent, **more},
+    )
+
+
+def test_efficiency_is_relative_to_the_throughput_of_a_single_worker():
+    events = [timed("w0", 1, 100, 1.0), timed("w0", 2, 60, 1.0), timed("w1", 2, 80, 1.0)]
+    one, other = phases_of(events)
+    assert (one["worker"], one["samples"], one["num_steps"]) == ("w0", 160, 4)
+    assert one["samples_per_s"] == 80.0
+    assert other["efficiency"] == pytest.approx(0.8)
+
+
+def test_without_a_single_worker_baseline_only_communication_lowers_the_efficiency():
+    [record] = phases_of([timed("w0", 4, 60, 2.0, compute_s=1.5, communication_s=0.5)])
+    assert record["efficiency"] == pytest.approx(0.75)
+    assert (record["compute_s"], record["communication_s"]) == (1.5, 0.5)
+
+
+def test_no_events_give_no_record_and_zero_time_gives_zero_efficiency():
+    assert phases_of([]) == []
+    [record] = phases_of([timed("w0", 2, 0, 0.0, evaluation_s=1.0)])
+    assert (record["efficiency"], record["evaluation_s"]) == (0.0, 1.0)
+
+
+def test_event_survives_the_log():
+    event = timed("w0", 2, 8, 1.0)
+    assert event_from_dict(event.to_dict()) == event_from_dict(event.to_json_dict()) == event
+
+
+def test_metrics_on_a_gpu_are_unknown():
+    timed_on_gpu = timed("w0", 2, 8, 1.0, wait_s=0.25, metrics_s=None)
+    [record] = phases_of([timed("w0", 2, 8, 1.0, wait_s=0.25, metrics_s=0.5), timed_on_gpu])
+    assert record["wait_s"] == 0.5
+    assert math.isnan(record["metrics_s"])
+    [record] = phases_of([timed("w0", 2, 8, 1.0, metrics_s=0.5)] * 2)
+    assert record["metrics_s"] == 1.0

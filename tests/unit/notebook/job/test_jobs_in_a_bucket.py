@@ -31,11 +31,9 @@ from etrain_jupyter.notebook.job import open_jobs, store_link
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import UnreachableError
 from etrain_jupyter.notebook.job.plan import Plan
-from etrain_jupyter.notebook.job.requests import ResumeRequest
-from etrain_jupyter.notebook.job.resume import resume_job
+from etrain_jupyter.notebook.job.resume import ResumeRequest, resume_job
 from etrain_jupyter.notebook.job.run_store import RunStore, absolute_paths
-from etrain_jupyter.notebook.job.runs import open_runs
-from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
+from etrain_jupyter.notebook.job.runs import S3RunStore, open_runs
 from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools.local import LocalPool
@@ -213,7 +211,7 @@ def test_silent_coordinator_is_reported(
     assert here.status == "failed"
     assert "its coordinator on" in here.reason
     assert "has sent no heartbeat for" in here.reason
-    monkeypatch.setattr("etrain_jupyter.notebook.job.s3_run_store.SILENT_S", -1.0)
+    monkeypatch.setattr("etrain_jupyter.notebook.job.runs.SILENT_S", -1.0)
     assert open_runs().summarize(here.record).is_gone
 
 

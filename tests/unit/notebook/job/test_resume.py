@@ -18,26 +18,20 @@ from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import EarlyStopped, Event, JobPlanned, JobStatusChanged
 from etrain_jupyter.notebook.job import open_jobs, resume
 from etrain_jupyter.notebook.job.job_record import RunRecord
-from etrain_jupyter.notebook.job.requests import ResumeRequest
-from etrain_jupyter.notebook.job.resume import resume_job
+from etrain_jupyter.notebook.job.resume import ResumeRequest, resume_job
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.pools import SchedulerAddress
 from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
 from etrain_jupyter.wire.requests import Request, SubmitJob, Submitted
+from tests.unit.log.spent import made
 
 ADDRESS = SchedulerAddress(address="tls://127.0.0.1:9", cluster_id="local-2", state_dir="/s2")
 COMMON: dict[str, Any] = {"job_id": "j", "time": 1.0}
-PLANNED = JobPlanned(
-    **COMMON,
-    num_train_samples=64,
-    num_eval_samples=0,
-    global_batch_size=32,
-    steps_per_epoch=2,
-    total_steps=6,
-    num_parameters=10,
-    num_trained_parameters=10,
-    total_samples=192,
+PLANNED = made(
+    JobPlanned,
+    **{"job_id": "j", "num_train_samples": 64, "global_batch_size": 32},
+    **{"steps_per_epoch": 2, "total_steps": 6, "total_samples": 192},
 )
 KEYS: dict[str, Any] = {"model": "model", "data": {"train": "d"}, "loss": "f", "epochs": 3.0}
 

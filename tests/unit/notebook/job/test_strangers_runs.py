@@ -24,8 +24,7 @@ from etrain_jupyter.notebook.job.history import peek_log
 from etrain_jupyter.notebook.job.job_record import RunRecord
 from etrain_jupyter.notebook.job.link import ClusterLink, UnreachableError
 from etrain_jupyter.notebook.job.open_jobs import attach, link_of
-from etrain_jupyter.notebook.job.requests import ResumeRequest
-from etrain_jupyter.notebook.job.resume import resume_job
+from etrain_jupyter.notebook.job.resume import ResumeRequest, resume_job
 from etrain_jupyter.notebook.job.run_store import RunStore, json_of
 from etrain_jupyter.notebook.job.store_link import StoreLink
 from etrain_jupyter.pools.own_clusters import note_scheduler

@@ -11,12 +11,12 @@ import pytest
 from etrain_jupyter.errors import ConfigError, LoggerError
 from etrain_jupyter.log.event_log import EventLog
 from etrain_jupyter.log.events import Event, JobRestored, JobSubmitted, StepCompleted
-from etrain_jupyter.log.loggers.writer_lock import writer_lock
+from etrain_jupyter.log.loggers.feed import writer_lock
 from etrain_jupyter.notebook.job import track
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from tests.acme_package import install_acme, losses_of
-from tests.unit.log.spent import PLAIN_STEP
+from tests.unit.log.spent import made
 from tests.unit.notebook.job.fakes import FakeLink, status
 
 BOARDS = Path("boards")
@@ -30,9 +30,8 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step(number: int, loss: float) -> StepCompleted:
-    values: dict[str, Any] = {"epoch": 0, "first": 0, "samples": 32, "sample_checksum": 7}
-    values |= {"lr": 0.25, "world_size": 2, "samples_per_s": 10.0, "time": 1.0}
-    return StepCompleted(job_id="digits-1", step=number, loss=loss, **values, **PLAIN_STEP)
+    values: dict[str, Any] = {"lr": 0.25, "world_size": 2, "samples_per_s": 10.0}
+    return made(StepCompleted, job_id="digits-1", step=number, loss=loss, **values)
 
 
 def make_job(

@@ -36,12 +36,12 @@ from etrain_jupyter.log.events import (
     WorkerJoined,
 )
 from etrain_jupyter.log.segments import read_log
-from etrain_jupyter.notebook.job import followed_job, interrupts, waiting
+from etrain_jupyter.notebook.job import followed_job, waiting
 from etrain_jupyter.notebook.job.link import NoAnswerError
 from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.storage.checkpoints import LocalStore, Manifest
 from etrain_jupyter.wire.requests import Request, WorkerList
-from tests.unit.log.spent import PLAIN_STEP
+from tests.unit.log.spent import made
 from tests.unit.notebook.job.fakes import FakeLink, new_job, status
 
 _made: list[TrainingJob] = []
@@ -61,16 +61,7 @@ def make_job(tmp_path: Path, link: FakeLink | None, *events: Event) -> TrainingJ
 
 
 def test_latest_values_are_read_from_the_log(tmp_path: Path) -> None:
-    formed = GenerationFormed(
-        job_id="digits-1",
-        time=1.5,
-        generation=2,
-        why="start",
-        world_size=2,
-        ranks=["a", "b"],
-        step=4,
-        backend="gloo",
-    )
+    formed = made(GenerationFormed, job_id="digits-1", generation=2, ranks=["a", "b"], step=4)
     job = make_job(tmp_path, FakeLink(), status("running"), formed)
 
     assert (job.id, job.name, job.status) == ("digits-1", "digits", "running")
@@ -113,9 +104,7 @@ def test_failure_reports_the_step_the_workers_and_the_newest_checkpoint(tmp_path
     saved = CheckpointCommitted(
         **common, step=7, manifest="m", size_bytes=1, stall_s=0.0, duration_s=0.1
     )
-    stood = GenerationFormed(
-        **common, generation=1, why="start", world_size=2, ranks=["a", "b"], step=7, backend="gloo"
-    )
+    stood = made(GenerationFormed, **common, ranks=["a", "b"], step=7)
     raised = UserErrorRaised(
         **common, error="data.train is empty. Fill it.", traceback="", workers=["a", "b"], step=7
     )
@@ -312,10 +301,9 @@ class Interrupts:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *at: float, end: float) -> None:
         self.now, self._at, self._end = 0.0, list(at), end
-        # Only the modules' own names: the feed's thread needs the real clock.
+        # Only the module's own name: the feed's thread needs the real clock.
         clock = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr(waiting, "time", clock)
-        monkeypatch.setattr(interrupts, "time", clock)
 
     def __call__(self, slice_s: float) -> bool:
         self.now += slice_s
@@ -468,31 +456,12 @@ def test_control_characters_of_a_log_are_escaped(tmp_path: Path) -> None:
     assert not [text for text in shown if set(text) & {"\x1b", "\x07", "\u202e"}]
 
 
-PLAN = {
-    **{"job_id": "digits-1", "time": 1.0, "num_train_samples": 100, "num_eval_samples": 0},
-    **{"global_batch_size": 10, "steps_per_epoch": 10, "total_steps": 20, "total_samples": 200},
-    **{"num_parameters": 10, "num_trained_parameters": 10},
-}
-STEP = StepCompleted(
-    job_id="digits-1",
-    time=2.0,
-    generation=1,
-    step=1,
-    epoch=0,
-    first=0,
-    samples=10,
-    sample_checksum=1,
-    loss=1.0,
-    lr=0.1,
-    world_size=1,
-    samples_per_s=1.0,
-    **PLAIN_STEP,
-)
+STEP = made(StepCompleted, job_id="digits-1", time=2.0, generation=1, samples=10)
 
 
 @pytest.mark.parametrize("layout", ["x", "1", "64:1x99999999999", "[" * 50])
 def test_layout_that_no_set_has_is_an_error_of_the_audit(tmp_path: Path, layout: str) -> None:
-    job = make_job(tmp_path, None, JobPlanned(**PLAN, train_layout=layout), STEP)
+    job = make_job(tmp_path, None, made(JobPlanned, job_id="digits-1", train_layout=layout), STEP)
 
     with pytest.raises(EtrainError, match="digits-1 cannot be audited"):
         job.audit()
@@ -508,22 +477,16 @@ def test_layout_that_no_set_has_is_an_error_of_the_audit(tmp_path: Path, layout:
 def test_audit_of_huge_numbers_ends(
     tmp_path: Path, plan: dict[str, int], step: dict[str, int], problem: str
 ) -> None:
-    planned = JobPlanned(**{**PLAN, **plan})
+    planned = made(JobPlanned, job_id="digits-1", **plan)
     job = make_job(tmp_path, None, planned, dataclasses.replace(STEP, **step))
 
     assert problem in " ".join(job.audit().problems)
 
 
 def test_negative_rank_of_a_log_is_ignored(tmp_path: Path) -> None:
-    formed = GenerationFormed(
-        **{"job_id": "digits-1", "time": 1.5, "generation": 1, "why": "start", "step": 0},
-        world_size=1,
-        ranks=["a"],
-        trainer_pids=[1],
-        behind=[-(2**63)],
-        backend="gloo",
-    )
-    job = make_job(tmp_path, None, JobPlanned(**PLAN), formed, STEP)
+    values = {"ranks": ["a"], "trainer_pids": [1], "behind": [-(2**63)]}
+    formed = made(GenerationFormed, job_id="digits-1", **values)
+    job = make_job(tmp_path, None, made(JobPlanned, job_id="digits-1"), formed, STEP)
 
     assert job.audit().steps_committed == 1
 
@@ -670,16 +633,8 @@ def test_method_waits_until_a_long_log_on_this_machine_has_been_read(
 
 
 def formed(*, world_size: int, step: int = 0) -> Event:
-    return GenerationFormed(
-        job_id="digits-1",
-        time=1.5,
-        generation=1,
-        why="start",
-        world_size=world_size,
-        ranks=[f"w{rank}" for rank in range(world_size)],
-        step=step,
-        backend="gloo",
-    )
+    ranks = [f"w{rank}" for rank in range(world_size)]
+    return made(GenerationFormed, job_id="digits-1", ranks=ranks, step=step)
 
 
 def test_wait_returns_once_its_condition_holds(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from etrain_jupyter.errors import CheckpointError, RunStoreError, StoreError
-from etrain_jupyter.notebook.job.s3_run_store import S3RunStore
+from etrain_jupyter.notebook.job.runs import S3RunStore
 from etrain_jupyter.plugins.ec2.machine import base_agent
 from etrain_jupyter.storage.bucket_log import objects
 from etrain_jupyter.storage.checkpoints.s3 import S3Store
