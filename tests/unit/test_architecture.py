@@ -59,7 +59,7 @@ USES = {"plugins.planner": "plugins.ec2"}
 PLUGIN_WORDS = re.compile(r"ec2|(?<!r)aws(?!k)|slurm|boto3|optuna|mlflow|wandb", re.IGNORECASE)
 # Modules of the core that still contain such words; the list only becomes shorter.
 STILL_NAMED = (
-    # S3, until another client replaces boto3
+    # S3, whose client is boto3
     "storage.objects", "storage.bucket_log.objects", "storage.checkpoints", "config.store_url",
     "data.places", "testing.s3_server",
     # the search, which is not a plug-in yet

@@ -11,7 +11,6 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from botocore.config import Config
 from botocore.exceptions import IncompleteReadError
 
 from etrain_jupyter.errors import StoreError
@@ -20,7 +19,6 @@ from etrain_jupyter.storage.objects.s3_requests import (
     AccessDeniedError,
     CutShortError,
     MissingError,
-    S3Limits,
     S3Requests,
     TakenError,
 )
@@ -48,59 +46,26 @@ class AgedObject:
     """Seconds since it was written. Only S3's clock is used, so local clocks do not matter."""
 
 
-class Bucket:
+class Bucket(S3Requests):
     """The objects under a prefix; safe to use from several threads.
 
     In all methods, ``what`` is the beginning of the error message, such as ``"lease.json cannot be
     read"``. All methods raise ``StoreError`` and nothing else.
-
-    Args:
-        name: The bucket.
-        prefix: Prepended to all keys, without a trailing ``/``; may be empty.
-        limits: Sizes, timeouts and retry limits.
-        setting: The setting that names the bucket, for messages.
-        make_client: Creates a boto3 client; by default from the environment.
-        owner: Returns the account that the bucket must belong to, empty for any; by default the one
-            that the environment names.
     """
-
-    def __init__(
-        self,
-        name: str,
-        prefix: str,
-        limits: S3Limits,
-        *,
-        setting: str = "checkpoint.to",
-        make_client: Callable[[Config], Any] | None = None,
-        owner: Callable[[], str] | None = None,
-    ) -> None:
-        self.name, self.prefix = name, prefix
-        self._s3 = S3Requests(
-            name, prefix, limits, setting=setting, make_client=make_client, owner=owner
-        )
-
-    def __str__(self) -> str:
-        return str(self._s3)
-
-    def endpoint(self) -> str:
-        """Return the address of the endpoint, for messages."""
-        return self._s3.endpoint()
 
     # --- small objects ---
 
     def head(self, key: str, what: str) -> dict[str, Any] | None:
         """Return the object's metadata; None if it does not exist."""
-
-        def fetch() -> dict[str, Any]:
-            return self._s3.request("head_object", Key=key, ChecksumMode="ENABLED")
-
-        return self._unless_absent(key, what, fetch)
+        return self._unless_absent(
+            key, what, lambda: self.request("head_object", Key=key, ChecksumMode="ENABLED")
+        )
 
     def get(self, key: str, what: str, *, most_bytes: int | None = None) -> bytes | None:
         """Return an object, at most its first ``most_bytes``; None if it does not exist."""
 
         def fetch() -> bytes:
-            return self._read_body(self._s3.request("get_object", Key=key), most_bytes)
+            return self._read_body(self.request("get_object", Key=key), most_bytes)
 
         return self._unless_absent(key, what, fetch)
 
@@ -137,20 +102,20 @@ class Bucket:
             arguments["IfMatch"] = etag
 
         def fetch() -> bytes:
-            data = self._read_body(self._s3.request("get_object", Key=key, **arguments))
+            data = self._read_body(self.request("get_object", Key=key, **arguments))
             if len(data) != size:
                 raise CutShortError(f"got {len(data)} bytes instead of {size}")
             if not check(data):
                 raise CutShortError("the bytes differ from their SHA-256 digest")
             return data
 
-        return self._s3.attempt(what, fetch, num_bytes=size)
+        return self.attempt(what, fetch, num_bytes=size)
 
     def get_aged(self, key: str, what: str) -> AgedObject | None:
         """Return a small object and its age; None if it does not exist."""
 
         def fetch() -> AgedObject:
-            response = self._s3.request("get_object", Key=key)
+            response = self.request("get_object", Key=key)
             data = self._read_body(response, MAX_SMALL_BYTES)
             date = response["ResponseMetadata"]["HTTPHeaders"].get("date", "")
             try:
@@ -161,18 +126,17 @@ class Bucket:
             return AgedObject(data=data, age_s=max(0.0, age_s))
 
         try:
-            return self._s3.attempt(what, fetch)
+            return self.attempt(what, fetch)
         except MissingError:
             return None
 
     def put(self, key: str, data: bytes, what: str) -> None:
         """Create or replace a small object."""
-        checksum = {"ChecksumAlgorithm": "SHA256", "ChecksumSHA256": base64_sha256(data)}
+        self._put(key, data, what)
 
-        def put() -> None:
-            self._s3.request("put_object", Key=key, Body=data, **checksum)
-
-        self._s3.attempt(what, put, num_bytes=len(data))
+    def _put(self, key: str, data: bytes, what: str, **arguments: Any) -> None:
+        arguments |= {"ChecksumAlgorithm": "SHA256", "ChecksumSHA256": base64_sha256(data)}
+        self.send(what, "put_object", Key=key, Body=data, num_bytes=len(data), **arguments)
 
     def put_if_absent(self, key: str, data: bytes, what: str, *, token: str = "") -> bool:
         """Create an object if the key is free; return False if it exists.
@@ -191,18 +155,8 @@ class Bucket:
         #                         X <-------------- 200, but the response is lost
         #   PUT key (a retry)  -------------------> 412: the key exists
         #   HEAD key  ----------------------------> metadata has our token: it is our own object
-        arguments = {
-            "IfNoneMatch": "*",
-            "ChecksumAlgorithm": "SHA256",
-            "ChecksumSHA256": base64_sha256(data),
-            "Metadata": {"etrain": token},
-        }
-
-        def put() -> None:
-            self._s3.request("put_object", Key=key, Body=data, **arguments)
-
         try:
-            self._s3.attempt(what, put, num_bytes=len(data))
+            self._put(key, data, what, IfNoneMatch="*", Metadata={"etrain": token})
         except TakenError:
             return bool(token) and self._has_token(key, token, what)
         return True
@@ -210,7 +164,7 @@ class Bucket:
     def delete(self, key: str, what: str) -> None:
         """Delete an object; it need not exist."""
         with suppress(MissingError):
-            self._s3.attempt(what, lambda: self._s3.request("delete_object", Key=key))
+            self.send(what, "delete_object", Key=key)
 
     def _has_token(self, key: str, token: str, what: str) -> bool:
         known = self.head(key, what)
@@ -226,7 +180,7 @@ class Bucket:
                 # The caller does not know the size in advance, so the deadline grows with the
                 # bytes. A server that sends less than slowest_bytes_per_s still exceeds it.
                 if (deadline := current()) is not None:
-                    deadline.extend(len(piece) / self._s3.limits.slowest_bytes_per_s)
+                    deadline.extend(len(piece) / self.limits.slowest_bytes_per_s)
         # Neither urllib3 nor botocore detects a truncated body that is read in pieces.
         if len(data) < size:
             raise IncompleteReadError(actual_bytes=len(data), expected_bytes=size)
@@ -234,17 +188,15 @@ class Bucket:
 
     def _unless_absent(self, key: str, what: str, fetch: Callable[[], T]) -> T | None:
         try:
-            return self._s3.attempt(what, fetch)
+            return self.attempt(what, fetch)
         except MissingError:
             return None
         except AccessDeniedError:
             # For a missing object, a role that may not list the whole bucket gets "access denied"
             # instead of "not found". It may list our prefix, which tells the two apart.
             with suppress(StoreError):
-                full = self._s3.full_key(key)
-                pages = self._s3.pages(what, "list_objects_v2", full)
-                listed = [item["Key"] for page in pages for item in page.get("Contents", ())]
-                if full not in listed:
+                full = self.full_key(key)
+                if full not in [item["Key"] for item in self._listed(what, full)]:
                     return None
             raise
 
@@ -252,42 +204,40 @@ class Bucket:
 
     def keys(self, folder: str, what: str, *, after: str = "") -> list[str]:
         """Return all keys below a folder, or those after the key ``after``."""
-        arguments = {"StartAfter": self._s3.full_key(after)} if after else {}
-        prefix = self._s3.full_key(folder) + "/"
-        pages = self._s3.pages(what, "list_objects_v2", prefix, **arguments)
-        found = [item["Key"] for page in pages for item in page.get("Contents", ())]
-        return [self._s3.relative_key(key) for key in found]
+        arguments = {"StartAfter": self.full_key(after)} if after else {}
+        found = self._listed(what, self.full_key(f"{folder}/"), **arguments)
+        return [self.relative_key(item["Key"]) for item in found]
 
     def versions(self, what: str) -> dict[str, tuple[int, str]]:
         """Return size and ETag of all objects below the prefix, by key."""
-        top = f"{self._s3.prefix}/" if self._s3.prefix else ""
-        pages = self._s3.pages(what, "list_objects_v2", top)
+        found = self._listed(what, self.full_key(""))
         return {
-            self._s3.relative_key(item["Key"]): (int(item["Size"]), str(item["ETag"]))
-            for page in pages
-            for item in page.get("Contents", ())
+            self.relative_key(item["Key"]): (int(item["Size"]), str(item["ETag"])) for item in found
         }
 
     def folders(self, what: str) -> list[str]:
         """Return the names of the folders directly below the prefix."""
-        top = f"{self._s3.prefix}/" if self._s3.prefix else ""
-        pages = self._s3.pages(what, "list_objects_v2", top, Delimiter="/")
+        pages = self.pages(what, "list_objects_v2", self.full_key(""), Delimiter="/")
         found = [item["Prefix"] for page in pages for item in page.get("CommonPrefixes", ())]
-        return [self._s3.relative_key(name).rstrip("/") for name in found]
+        return [self.relative_key(name).rstrip("/") for name in found]
+
+    def _listed(self, what: str, prefix: str, **arguments: str) -> list[dict[str, Any]]:
+        """Return all objects whose full key has the prefix."""
+        pages = self.pages(what, "list_objects_v2", prefix, **arguments)
+        return [item for page in pages for item in page.get("Contents", ())]
 
     # --- multipart uploads and downloads ---
 
     def uploads(self, folder: str, what: str) -> list[tuple[str, str]]:
         """Return the key and ID of the incomplete multipart uploads below a folder."""
-        pages = self._s3.pages(what, "list_multipart_uploads", self._s3.full_key(folder) + "/")
+        pages = self.pages(what, "list_multipart_uploads", self.full_key(f"{folder}/"))
         found = [item for page in pages for item in page.get("Uploads", ())]
-        return [(self._s3.relative_key(item["Key"]), item["UploadId"]) for item in found]
+        return [(self.relative_key(item["Key"]), item["UploadId"]) for item in found]
 
     def abort(self, key: str, upload: str, what: str) -> None:
         """Abort a multipart upload and delete its parts."""
-        arguments = {"Key": key, "UploadId": upload}
         with suppress(MissingError):
-            self._s3.attempt(what, lambda: self._s3.request("abort_multipart_upload", **arguments))
+            self.send(what, "abort_multipart_upload", Key=key, UploadId=upload)
 
     def upload(
         self,
@@ -303,7 +253,7 @@ class Bucket:
             StoreError: If the upload fails, or the key exists.
         """
         token = os.urandom(8).hex()
-        if size <= self._s3.limits.chunk_bytes:
+        if size <= self.limits.chunk_bytes:
             data = read_chunk(source, 0, size)
             is_ours = self.put_if_absent(key, data, what, token=token)
             digest = hashlib.sha256(data).hexdigest()
@@ -319,7 +269,7 @@ class Bucket:
     def replace_file(self, key: str, path: Path, what: str) -> None:
         """Create or replace an object with a file's bytes, in chunks if it is large."""
         size = path.stat().st_size
-        if size <= self._s3.limits.chunk_bytes:
+        if size <= self.limits.chunk_bytes:
             self.put(key, path.read_bytes(), what)
         else:
             # `upload` only creates. A reader finds no object until the upload is complete.
@@ -328,7 +278,7 @@ class Bucket:
 
     def download(self, key: str, size: int, target: Path, what: str) -> None:
         """Write the first ``size`` bytes of an object to a new file, in chunks if it is large."""
-        download_chunks(self._s3, key, size, target, what)
+        download_chunks(self, key, size, target, what)
 
     def _upload_in_chunks(
         self,
@@ -339,16 +289,11 @@ class Bucket:
         what: str,
         progress: Callable[[int], None],
     ) -> tuple[bool, Stored]:
-        begin = {"ChecksumAlgorithm": "SHA256", "Metadata": {"etrain": token}}
-
-        def create() -> str:
-            response = self._s3.request("create_multipart_upload", Key=key, **begin)
-            return str(response["UploadId"])
-
-        upload = self._s3.attempt(what, create)
+        begin: dict[str, Any] = {"ChecksumAlgorithm": "SHA256", "Metadata": {"etrain": token}}
+        upload = str(self.send(what, "create_multipart_upload", Key=key, **begin)["UploadId"])
         is_ours = False
         try:
-            parts, stored = upload_chunks(self._s3, key, upload, source, size, what, progress)
+            parts, stored = upload_chunks(self, key, upload, source, size, what, progress)
             is_ours = self._complete(key, upload, parts, token, what)
         finally:
             # S3 charges for the parts of an upload that is neither completed nor aborted.
@@ -360,12 +305,9 @@ class Bucket:
     def _complete(
         self, key: str, upload: str, parts: list[dict[str, Any]], token: str, what: str
     ) -> bool:
-        arguments = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, "IfNoneMatch": "*"}
+        target: dict[str, Any] = {"Key": key, "UploadId": upload, "IfNoneMatch": "*"}
         try:
-            self._s3.attempt(
-                what,
-                lambda: self._s3.request("complete_multipart_upload", Key=key, **arguments),
-            )
+            self.send(what, "complete_multipart_upload", MultipartUpload={"Parts": parts}, **target)
         except (TakenError, MissingError):
             # Either an earlier attempt completed it and the response was lost, or another writer
             # has the key.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-from botocore import exceptions as boto
 from botocore.exceptions import BotoCoreError, ClientError
 
 _SIGN_IN = (
@@ -69,34 +68,30 @@ CREDENTIAL_CODES = frozenset(
 )
 """Errors after which a new session may succeed: the files or the role may have new credentials."""
 
-_BOTO: tuple[tuple[type[Exception], str], ...] = (
-    (
-        boto.ProfileNotFound,
-        "the profile of AWS_PROFILE is not in ~/.aws on this worker. Add it, or unset AWS_PROFILE",
-    ),
-    (boto.NoCredentialsError, f"there are no AWS credentials on this worker. {_SIGN_IN}"),
-    (
-        boto.PartialCredentialsError,
-        f"the AWS credentials on this worker are incomplete. {_SIGN_IN}",
-    ),
-    (boto.CredentialRetrievalError, f"the credentials cannot be read. {_SIGN_IN}"),
-    (boto.SSOError, _EXPIRED),
-    (boto.TokenRetrievalError, _EXPIRED),
-    (boto.MetadataRetrievalError, f"the machine's role cannot be read. {_SIGN_IN}"),
-    (boto.ConnectTimeoutError, "connecting timed out. Check the network"),
-    (boto.ReadTimeoutError, "the response timed out. Check the network"),
-    (
-        boto.EndpointConnectionError,
-        "the endpoint cannot be reached. Check AWS_ENDPOINT_URL, AWS_REGION and the network",
-    ),
-    (boto.ConnectionClosedError, "the connection was closed. Check the network"),
-    (boto.ProxyConnectionError, "the proxy cannot be reached. Check HTTPS_PROXY"),
-    (boto.SSLError, "the endpoint's certificate is not trusted. Check AWS_CA_BUNDLE"),
-    (boto.ResponseStreamingError, "the response was cut off. Check the network"),
-    (boto.IncompleteReadError, "the response was cut off. Check the network"),
-    (boto.NoRegionError, _REGION),
-    (boto.HTTPClientError, "the connection was closed. Check the network"),
-)
+_CREDENTIALS: dict[str, str] = {
+    "NoCredentialsError": f"there are no AWS credentials on this worker. {_SIGN_IN}",
+    "PartialCredentialsError": f"the AWS credentials on this worker are incomplete. {_SIGN_IN}",
+    "CredentialRetrievalError": f"the credentials cannot be read. {_SIGN_IN}",
+    "SSOError": _EXPIRED,
+    "TokenRetrievalError": _EXPIRED,
+}
+# By the name of boto3's class, which also applies to its subclasses.
+_BOTO: dict[str, str] = _CREDENTIALS | {
+    "ProfileNotFound": "the profile of AWS_PROFILE is not in ~/.aws on this worker. Add it, or "
+    "unset AWS_PROFILE",
+    "MetadataRetrievalError": f"the machine's role cannot be read. {_SIGN_IN}",
+    "ConnectTimeoutError": "connecting timed out. Check the network",
+    "ReadTimeoutError": "the response timed out. Check the network",
+    "EndpointConnectionError": "the endpoint cannot be reached. Check AWS_ENDPOINT_URL, AWS_REGION "
+    "and the network",
+    "ConnectionClosedError": "the connection was closed. Check the network",
+    "ProxyConnectionError": "the proxy cannot be reached. Check HTTPS_PROXY",
+    "SSLError": "the endpoint's certificate is not trusted. Check AWS_CA_BUNDLE",
+    "ResponseStreamingError": "the response was cut off. Check the network",
+    "IncompleteReadError": "the response was cut off. Check the network",
+    "NoRegionError": _REGION,
+    "HTTPClientError": "the connection was closed. Check the network",
+}
 
 # In order: access key ids, "name=value" pairs of a signed request, and anything as long as a
 # secret key (40 characters of base64), because services repeat them in unexpected places.
@@ -115,14 +110,14 @@ def code_of(exc: BaseException) -> str:
 
 def is_credentials_error(exc: BaseException) -> bool:
     """Return whether new credentials may resolve the error."""
-    kinds = (
-        boto.NoCredentialsError,
-        boto.PartialCredentialsError,
-        boto.CredentialRetrievalError,
-        boto.SSOError,
-        boto.TokenRetrievalError,
-    )
-    return code_of(exc) in CREDENTIAL_CODES or isinstance(exc, kinds)
+    return code_of(exc) in CREDENTIAL_CODES or _known_class(exc) in _CREDENTIALS
+
+
+def _known_class(exc: BaseException) -> str:
+    """Return the most specific boto3 class of an error that has a text, or an empty string."""
+    # Other libraries have classes of the same names.
+    kinds = type(exc).__mro__ if isinstance(exc, BotoCoreError) else ()
+    return next((kind.__name__ for kind in kinds if kind.__name__ in _BOTO), "")
 
 
 def message_of(exc: BaseException, *, setting: str = "checkpoint.to") -> str:
@@ -150,9 +145,8 @@ def _message_of(exc: BaseException) -> str:
     if code:
         known = _CODES.get(code)
         return f"{known} ({code})" if known else f"{code}: {_service_message(exc)}"
-    for kind, message in _BOTO:
-        if isinstance(exc, kind):
-            return f"{message} ({type(exc).__name__})"
+    if kind := _known_class(exc):
+        return f"{_BOTO[kind]} ({type(exc).__name__})"
     if isinstance(exc, OSError):
         return exc.strerror or type(exc).__name__
     # Other errors come from urllib3. Their messages contain the URL, so show only their class.

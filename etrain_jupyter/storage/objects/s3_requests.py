@@ -2,6 +2,10 @@
 
 The client is configured as boto3 users expect: ``AWS_PROFILE``, ``AWS_ENDPOINT_URL`` or
 ``AWS_ENDPOINT_URL_S3``, ``AWS_REGION``, ``~/.aws/config``, the machine's role.
+
+obstore 0.12.1 cannot replace boto3. It completes multipart uploads without a condition, it can
+neither list nor abort those of a killed process, it does not return the headers ``Date`` and
+``x-amz-checksum-sha256``, and its requests hang in a forked process.
 """
 
 from __future__ import annotations
@@ -127,8 +131,10 @@ class S3Requests:
         prefix: Prepended to all keys, without a trailing ``/``; may be empty.
         limits: Sizes, timeouts and retry limits.
         setting: The setting that names the bucket, for messages.
-        make_client: Creates a client; called again when its credentials have expired.
-        owner: Returns the account that the bucket must belong to; empty for any.
+        make_client: Creates a boto3 client; by default from the environment. Called again when the
+            client's credentials have expired.
+        owner: Returns the account that the bucket must belong to, empty for any; by default the one
+            that the environment names.
     """
 
     def __init__(
@@ -137,9 +143,9 @@ class S3Requests:
         prefix: str,
         limits: S3Limits,
         *,
-        setting: str,
-        make_client: Callable[[Config], Any] | None,
-        owner: Callable[[], str] | None,
+        setting: str = "checkpoint.to",
+        make_client: Callable[[Config], Any] | None = None,
+        owner: Callable[[], str] | None = None,
     ) -> None:
         self.name = name
         self.prefix = prefix
@@ -208,6 +214,12 @@ class S3Requests:
             message = message.replace(". The next request retries", "")
             message += f", also in {num_attempts} attempts. Try again later"
         return kind(f"{what} in {self}: {message}")
+
+    def send(
+        self, what: str, operation: str, *, num_bytes: int = 0, **arguments: Any
+    ) -> dict[str, Any]:
+        """Send one request about an object, and retry it as ``attempt`` does."""
+        return self.attempt(what, lambda: self.request(operation, **arguments), num_bytes=num_bytes)
 
     def request(self, operation: str, *, Key: str, **arguments: Any) -> dict[str, Any]:
         """Send one request about an object, without additional retries."""
@@ -284,9 +296,10 @@ class S3Requests:
 
     def _is_readable_without_owner(self) -> bool:
         try:
-            folder = f"{self.prefix}/" if self.prefix else ""
             with Deadline(min(PROBE_S, self.limits.deadline_s)):
-                self.connect().list_objects_v2(Bucket=self.name, Prefix=folder, MaxKeys=1)
+                self.connect().list_objects_v2(
+                    Bucket=self.name, Prefix=self.full_key(""), MaxKeys=1
+                )
         except (BotoCoreError, ClientError, HTTPError, OSError):
             return False
         return True

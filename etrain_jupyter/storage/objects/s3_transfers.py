@@ -9,9 +9,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,9 +64,14 @@ def upload_chunks(
     # retries. After a broken connection, only 16 MiB are transferred again, not the whole object.
     def put(first: int) -> dict[str, Any]:
         data = read_chunk(source, first, min(chunk, size - first))
-        part = _upload_part(s3, key, upload, first // chunk + 1, data, what)
+        part: dict[str, Any] = {
+            "PartNumber": first // chunk + 1,
+            "ChecksumSHA256": base64_sha256(data),
+        }
+        target = {"Key": key, "UploadId": upload, "ChecksumAlgorithm": "SHA256"}
+        sent = s3.send(what, "upload_part", Body=data, num_bytes=len(data), **target, **part)
         progress(len(data))
-        return part
+        return {"ETag": sent["ETag"], **part}
 
     with _threads(s3) as pool:
         futures = [pool.submit(put, first) for first in starts]
@@ -86,35 +90,25 @@ def upload_chunks(
     )
 
 
-def _upload_part(
-    s3: S3Requests, key: str, upload: str, number: int, data: bytes, what: str
-) -> dict[str, Any]:
-    arguments = {
-        "UploadId": upload,
-        "PartNumber": number,
-        "ChecksumAlgorithm": "SHA256",
-        "ChecksumSHA256": base64_sha256(data),
-    }
-    response = s3.attempt(
-        what,
-        lambda: s3.request("upload_part", Key=key, Body=data, **arguments),
-        num_bytes=len(data),
-    )
-    return {"ETag": response["ETag"]} | {
-        name: arguments[name] for name in ("PartNumber", "ChecksumSHA256")
-    }
-
-
 def download_chunks(s3: S3Requests, key: str, size: int, target: Path, what: str) -> None:
     """Write the first ``size`` bytes of an object to a new file, several ranges at once."""
     chunk = s3.limits.chunk_bytes
-    with _new_file(target, what) as file, _threads(s3) as pool:
+    # Use a descriptor instead of a file object: pwrite needs no shared position, so several threads
+    # can write their ranges at the same time.
+    try:
+        file = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as exc:
+        raise StoreError(f"{what}: {target} cannot be created ({exc.strerror})") from exc
 
-        def fetch(first: int) -> None:
-            end = min(first + chunk, size)
-            s3.attempt(what, lambda: _fetch_range(s3, key, file, first, end), num_bytes=end - first)
+    def fetch(first: int) -> None:
+        end = min(first + chunk, size)
+        s3.attempt(what, lambda: _fetch_range(s3, key, file, first, end), num_bytes=end - first)
 
-        _results([pool.submit(fetch, first) for first in range(0, size, chunk)])
+    try:
+        with _threads(s3) as pool:
+            _results([pool.submit(fetch, first) for first in range(0, size, chunk)])
+    finally:
+        os.close(file)
 
 
 def _fetch_range(s3: S3Requests, key: str, file: int, first: int, end: int) -> None:
@@ -139,20 +133,6 @@ def _results(futures: list[Future[T]]) -> list[T]:
         for future in futures:
             future.cancel()
         raise
-
-
-@contextmanager
-def _new_file(path: Path, what: str) -> Iterator[int]:
-    # Use a descriptor instead of a file object: pwrite needs no shared position, so several threads
-    # can write their ranges at the same time.
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError as exc:
-        raise StoreError(f"{what}: {path} cannot be created ({exc.strerror})") from exc
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def read_chunk(source: memoryview | Path, first: int, size: int) -> bytes:

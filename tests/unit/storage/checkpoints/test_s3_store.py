@@ -280,25 +280,27 @@ def test_each_job_has_its_own_location(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(open_store("s3://bucket/runs/job-1")) == "s3://bucket/runs/job-1"
 
 
-@pytest.mark.parametrize("where", ["environment", "profile"])
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [("environment", (2, "adaptive")), ("profile", (2, "adaptive")), ("", (4, "standard"))],
+)
 def test_retry_settings_of_the_user_override_ours(
-    s3_server: S3Server, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, where: str
+    s3_server: S3Server,
+    s3_bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    expected: tuple[int, str],
 ) -> None:
     if where == "environment":
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
         monkeypatch.setenv("AWS_RETRY_MODE", "adaptive")
-    else:
+    elif where == "profile":
         text = "[default]\nmax_attempts = 2\nretry_mode = adaptive\n"
         Path(os.environ["AWS_CONFIG_FILE"]).write_text(text)
 
-    retries = S3Store(f"s3://{s3_bucket}")._bucket._s3.connect().meta.config.retries
+    retries = S3Store(f"s3://{s3_bucket}")._bucket.connect().meta.config.retries
 
-    assert (retries["total_max_attempts"], retries["mode"]) == (2, "adaptive")
-
-
-def test_requests_are_tried_four_times_by_default(s3_server: S3Server, s3_bucket: str) -> None:
-    retries = S3Store(f"s3://{s3_bucket}")._bucket._s3.connect().meta.config.retries
-    assert (retries["total_max_attempts"], retries["mode"]) == (4, "standard")
+    assert (retries["total_max_attempts"], retries["mode"]) == expected
 
 
 def test_progress_of_a_large_part_is_reported_piece_by_piece(
