@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -16,6 +15,7 @@ from etrain_jupyter.storage.checkpoints.base import (
     CheckpointStore,
     ListedCheckpoint,
     OpenCheckpoint,
+    choose_steps_to_keep,
     list_checkpoints,
     newest_valid,
     open_newest,
@@ -23,7 +23,6 @@ from etrain_jupyter.storage.checkpoints.base import (
 )
 from etrain_jupyter.storage.checkpoints.local import LocalStore
 from etrain_jupyter.storage.checkpoints.manifest import Manifest, Part, manifest_key
-from etrain_jupyter.storage.checkpoints.retention import choose_steps_to_keep
 from etrain_jupyter.untrusted import check_job_id
 
 __all__ = [
@@ -49,24 +48,19 @@ def open_store(url: str) -> CheckpointStore:
 
     Raises:
         CheckpointError: If the store's library is not installed.
-        ConfigError: If no store is registered for the scheme, or the URL is invalid.
+        ConfigError: If there is no store for the scheme, or the URL is invalid.
     """
-    scheme = urlsplit(url).scheme if "://" in url else "file"
-    if scheme not in _STORES:
+    if "://" not in url or urlsplit(url).scheme == "file":
+        path = unquote(urlsplit(url).path) if "://" in url else url
+        # Not Path.expanduser, which raises an error for an unknown user in another user's record.
+        return LocalStore(os.path.expanduser(path))
+    scheme = urlsplit(url).scheme
+    if scheme != "s3":
         raise ConfigError(
             f"checkpoint.to={url!r}: there is no store for {scheme}://. Nothing was submitted.",
             path=("checkpoint", "to"),
             hint="Give the path of a folder, or s3://bucket/prefix.",
         )
-    return _STORES[scheme](url)
-
-
-def _open_folder(url: str) -> CheckpointStore:
-    # Not Path.expanduser, which raises an error for an unknown user in another user's record.
-    return LocalStore(os.path.expanduser(unquote(urlsplit(url).path) if "://" in url else url))
-
-
-def _open_s3(url: str) -> CheckpointStore:
     # Imported here because boto3 is an optional dependency, and slow to import.
     try:
         from etrain_jupyter.storage.checkpoints.s3 import S3Store
@@ -83,10 +77,6 @@ def _open_s3(url: str) -> CheckpointStore:
             path=("checkpoint", "to"),
             hint="Write s3://bucket/prefix.",
         ) from exc
-
-
-_STORES: dict[str, Callable[[str], CheckpointStore]] = {"file": _open_folder, "s3": _open_s3}
-"""The functions that open a store, by URL scheme. Add a new store here."""
 
 
 def place_of_job(to: str, job_id: str) -> str:

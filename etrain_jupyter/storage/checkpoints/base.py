@@ -1,4 +1,4 @@
-"""The interface of checkpoint stores, and the search for the newest valid checkpoint."""
+"""Interface of checkpoint stores, search for the newest valid checkpoint, and retention rules."""
 
 from __future__ import annotations
 
@@ -256,3 +256,52 @@ def _check_step(store: CheckpointStore, step: int, job_id: str, verify: bool) ->
     return ListedCheckpoint(
         step=step, manifest=manifest, problem=problem, is_verified=verify and not problem
     )
+
+
+def choose_steps_to_keep(
+    steps: Collection[int], *, keep: int, protected: Collection[int] = ()
+) -> set[int]:
+    """Return the newest ``keep`` of ``steps``, and the protected ones.
+
+    Args:
+        steps: Steps that have a manifest, in any order.
+        keep: Number of newest steps to keep, at least 1: the newest is never deleted.
+        protected: Steps to keep regardless of age, for example the best one.
+
+    >>> sorted(choose_steps_to_keep([100, 200, 300, 400], keep=2, protected=[100]))
+    [100, 300, 400]
+    """
+    return set(sorted(steps)[-max(1, keep) :]) | (set(steps) & set(protected))
+
+
+def choose_folders(
+    store: CheckpointStore,
+    names: Collection[str],
+    *,
+    kept: Collection[int],
+    dropped: Collection[int],
+) -> tuple[set[str], list[str]]:
+    """Find the folders of parts that no kept manifest refers to, and that no writer may be using.
+
+    Args:
+        store: The store, whose manifests are read.
+        names: Existing folders; names in another format are ignored.
+        kept: Steps whose manifests are kept. A writer may still be writing parts of newer steps.
+        dropped: Steps whose manifests were deleted.
+
+    Returns:
+        The folders that the kept manifests refer to, and those to remove.
+    """
+    used = used_folders(store, kept, names)
+    # step of the folder    its manifest    decision
+    # dropped               deleted         remove
+    # < newest kept         none            remove: its writer crashed, was evicted or lost a race
+    # = newest kept         another folder  keep: the writer that lost the race may still be writing
+    # > newest kept         none            keep: it is probably being written
+    newest = max(kept, default=0)
+    unused = []
+    for name in sorted(set(names) - used):
+        folder_step = step_of_folder(name)
+        if folder_step is not None and (folder_step in dropped or folder_step < newest):
+            unused.append(name)
+    return used, unused

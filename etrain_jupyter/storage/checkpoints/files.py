@@ -15,11 +15,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path, PosixPath
 
 from etrain_jupyter.errors import CheckpointError
-from etrain_jupyter.storage.checkpoints.manifest import BLOCK_BYTES
+from etrain_jupyter.storage.checkpoints.manifest import BLOCK_BYTES, Part
 
 _CHUNK_BYTES = 4 << 20
 _SCRATCH, _LOCK = "etrain-checkpoint-", "lock"
@@ -29,31 +29,21 @@ _SCRATCH_AGE_S = 60.0
 _HAS_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """Size and digests of a file that was written."""
-
-    size: int
-    """In bytes."""
-    sha256: str
-    """SHA-256 of all bytes, in hexadecimal digits."""
-    blocks: tuple[str, ...]
-    """SHA-256 of each block."""
-
-
 def write_new(
     path: Path,
     data: bytes | memoryview | Path,
     progress: Callable[[int], None] = lambda num_bytes: None,
     *,
+    key: str = "",
     block_bytes: int = BLOCK_BYTES,
-) -> Written:
-    """Write a new file durably.
+) -> Part:
+    """Write a new file durably; return its entry for a manifest.
 
     Args:
         path: Path of the new file.
         data: The bytes, or a file to copy.
         progress: Called with the size of each piece.
+        key: Key of the part that the file is.
         block_bytes: Size of the blocks that get a digest of their own; up to 4 MiB, or a multiple.
     """
     digest, size = hashlib.sha256(), 0
@@ -69,8 +59,11 @@ def write_new(
             progress(len(chunk))
         file.flush()
         os.fsync(file.fileno())
+    part = Part(key=key, sha256=digest.hexdigest(), size=size)
+    if len(blocks) <= 1:
+        return part
     digests = tuple(block.hexdigest() for block in blocks)
-    return Written(size=size, sha256=digest.hexdigest(), blocks=digests)
+    return replace(part, block_bytes=block_bytes, blocks=digests)
 
 
 def _chunks_of(data: bytes | memoryview | Path, size: int) -> Iterator[bytes | memoryview]:
@@ -93,34 +86,18 @@ def link_if_absent(source: Path, target: Path) -> bool:
     except OSError as exc:
         if exc.errno not in _HAS_NO_LINKS:
             raise
-        return _copy_if_absent(source, target)
+        # Exclusive creation still lets only one of several writers succeed. A crash may leave a
+        # truncated copy, which readers detect: the manifest contains its own digest.
+        try:
+            write_new(target, source)
+        except FileExistsError:
+            return False
     return True
-
-
-def _copy_if_absent(source: Path, target: Path) -> bool:
-    # Exclusive creation still lets only one of several writers succeed. A crash may leave a
-    # truncated copy, which readers detect: the manifest contains its own digest.
-    try:
-        write_new(target, source)
-    except FileExistsError:
-        return False
-    return True
-
-
-@contextmanager
-def removed_on_failure(path: Path) -> Iterator[None]:
-    """Remove a temporary file if the block raises."""
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
 def removed_at_end(path: Path) -> Iterator[None]:
-    """Remove a temporary file at the end of the block."""
+    """Remove a temporary file at the end of the block, unless it was renamed."""
     try:
         yield
     finally:

@@ -7,16 +7,14 @@ import secrets
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from etrain_jupyter.errors import CheckpointError
-from etrain_jupyter.storage.checkpoints.base import Progress, ignore_progress, used_folders
+from etrain_jupyter.storage.checkpoints.base import Progress, choose_folders, ignore_progress
 from etrain_jupyter.storage.checkpoints.files import (
     fsync_folder,
     link_if_absent,
     removed_at_end,
-    removed_on_failure,
     write_new,
 )
 from etrain_jupyter.storage.checkpoints.manifest import (
@@ -35,7 +33,6 @@ from etrain_jupyter.storage.checkpoints.manifest import (
     step_of_folder,
     step_of_manifest,
 )
-from etrain_jupyter.storage.checkpoints.retention import choose_folders_to_remove
 from etrain_jupyter.untrusted import folder_state, open_regular, read_regular
 
 _MAX_MANIFEST_BYTES = 64_000_000
@@ -67,9 +64,8 @@ class LocalStore:
         """Return the key of a new, empty folder for the parts of this step."""
         attempt = 0
         with self._as_checkpoint_error(f"{step_name(step)} cannot be started"):
-            if (
-                self._state is not None
-            ):  # a folder that was deleted is private when it is created again
+            if self._state is not None:
+                # A folder that was deleted is private when it is created again.
                 self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_root()
             (self.root / PARTS_FOLDER).mkdir(parents=True, exist_ok=True)
@@ -100,15 +96,12 @@ class LocalStore:
         path = self._path_of(key)
         self._check_root()
         temporary = path.with_name(f".{name}.{secrets.token_hex(4)}")
-        with self._as_checkpoint_error(f"{key} cannot be written"), removed_on_failure(temporary):
+        with self._as_checkpoint_error(f"{key} cannot be written"), removed_at_end(temporary):
             # This check need not be atomic: the folder belongs to one attempt, in which each rank
             # writes a part with a different name.
             if path.exists():
                 raise CheckpointError(f"{key} already exists; keys are never used twice")
-            written = write_new(temporary, data, progress, block_bytes=self._block_bytes)
-            part = Part(key=key, sha256=written.sha256, size=written.size)
-            if len(written.blocks) > 1:
-                part = replace(part, block_bytes=self._block_bytes, blocks=written.blocks)
+            part = write_new(temporary, data, progress, key=key, block_bytes=self._block_bytes)
             # Verify before the rename: a file that has its final name is complete and correct.
             check_file(part, temporary)
             os.rename(temporary, path)
@@ -131,7 +124,10 @@ class LocalStore:
                 # exists, and the file is complete from the beginning.
                 is_new = link_if_absent(temporary, path)
                 fsync_folder(path.parent)
-        return is_new or self._is_committed(manifest)
+        try:
+            return is_new or self.read_manifest(manifest.step) == manifest
+        except CheckpointError:
+            return False
 
     def list_steps(self) -> list[int]:
         """Return the steps that have a manifest, oldest first."""
@@ -187,8 +183,7 @@ class LocalStore:
                 fsync_folder(self.root / MANIFESTS_FOLDER)
             dropped = set(listed) - set(kept)
             names = self._names_in(PARTS_FOLDER)
-            used = used_folders(self, kept, names)
-            for name in choose_folders_to_remove(names, kept=kept, dropped=dropped, used=used):
+            for name in choose_folders(self, names, kept=kept, dropped=dropped)[1]:
                 shutil.rmtree(self.root / PARTS_FOLDER / name, ignore_errors=True)
                 removed.append(f"{PARTS_FOLDER}/{name}")
             self._remove_temporary_manifests(before=max(kept, default=0))
@@ -233,12 +228,6 @@ class LocalStore:
             raise CheckpointError(
                 f"{part.key} has {size} bytes instead of {part.size}, so nothing was committed"
             )
-
-    def _is_committed(self, manifest: Manifest) -> bool:
-        try:
-            return self.read_manifest(manifest.step) == manifest
-        except CheckpointError:
-            return False
 
     def _path_of(self, key: str) -> Path:
         path = self.root / check_key(key)

@@ -133,7 +133,13 @@ def parse_manifest(text: str | bytes, *, step: int) -> Manifest:
         )
     if digest != _digest_of({"version": version} | body):
         raise CheckpointError(f"{name}: its manifest was modified after it was written")
-    manifest = _manifest_from(body, name)
+    # The digest does not protect against a hostile writer, who can compute it, too.
+    try:
+        manifest: Manifest = decode_fields(Manifest, body)
+    except ValueError as exc:
+        raise CheckpointError(f"{name}: its manifest has invalid values ({exc})") from exc
+    for part in manifest.parts.values():
+        check_key(part.key)
     if manifest.step != step:
         raise CheckpointError(f"{name}: its manifest is for step {manifest.step}")
     return manifest
@@ -169,7 +175,8 @@ def check_file(part: Part, path: Path) -> None:
         size = path.stat().st_size
         if size != part.size:
             raise CheckpointError(f"{part.key} has {size} bytes instead of {part.size}")
-        digest = sha256_of(path)
+        with open_regular(path, follow=True) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError as exc:
         raise CheckpointError(f"{part.key} is missing") from exc
     except OSError as exc:
@@ -192,12 +199,6 @@ def check_block(part: Part, number: int, data: bytes) -> None:
     expected = part.blocks[number] if part.blocks else part.sha256
     if hashlib.sha256(data).hexdigest() != expected:
         raise AlteredError(f"{part.key} was altered in bytes {first} to {stop}")
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
-    with open_regular(path, follow=True) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def step_name(step: int) -> str:
@@ -225,17 +226,6 @@ def step_of_manifest(name: str) -> int | None:
     """Return the step in a manifest's file name; None if it is not a manifest."""
     match = _MANIFEST_NAME.fullmatch(name)
     return int(match[1]) if match else None
-
-
-def _manifest_from(body: Mapping[str, Any], name: str) -> Manifest:
-    # The digest does not protect against a hostile writer, who can compute it, too.
-    try:
-        manifest: Manifest = decode_fields(Manifest, body)
-    except ValueError as exc:
-        raise CheckpointError(f"{name}: its manifest has invalid values ({exc})") from exc
-    for part in manifest.parts.values():
-        check_key(part.key)
-    return manifest
 
 
 def _digest_of(body: Mapping[str, Any]) -> str:

@@ -7,22 +7,18 @@ only one of several writers creates the manifest.
 
 from __future__ import annotations
 
-import functools
 import secrets
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from etrain_jupyter.config.store_url import split_s3_url
 from etrain_jupyter.errors import CheckpointError, StoreError
-from etrain_jupyter.storage.checkpoints.base import Progress, ignore_progress, used_folders
-from etrain_jupyter.storage.checkpoints.files import (
-    ScratchFile,
-    new_scratch_file,
-    removed_on_failure,
-)
+from etrain_jupyter.storage.checkpoints.base import Progress, choose_folders, ignore_progress
+from etrain_jupyter.storage.checkpoints.files import ScratchFile, new_scratch_file
 from etrain_jupyter.storage.checkpoints.manifest import (
     MANIFESTS_FOLDER,
     PARTS_FOLDER,
@@ -38,28 +34,15 @@ from etrain_jupyter.storage.checkpoints.manifest import (
     step_name,
     step_of_manifest,
 )
-from etrain_jupyter.storage.checkpoints.retention import choose_folders_to_remove
+from etrain_jupyter.storage.objects import store_errors_as
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
 from etrain_jupyter.storage.objects.s3_requests import AccessDeniedError, S3Limits
-from etrain_jupyter.storage.objects.s3_transfers import Stored
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _POLICY = "docs/how-to/store-checkpoints-in-s3.md has the policy"
 CLAIM = ".begun"
 """The object that claims a folder for the parts of one checkpoint."""
-
-
-def _checkpoint_errors(method: Callable[P, T]) -> Callable[P, T]:
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(*args, **kwargs)
-        except StoreError as exc:
-            raise CheckpointError(str(exc)) from exc
-
-    return call
 
 
 class S3Store:
@@ -88,7 +71,7 @@ class S3Store:
     def __str__(self) -> str:
         return str(self._bucket)
 
-    @_checkpoint_errors
+    @store_errors_as(CheckpointError)
     def begin(self, step: int) -> str:
         """Return the key of a new, empty folder for the parts of this step."""
         what, attempt = f"{step_name(step)} cannot be started", 0
@@ -110,7 +93,7 @@ class S3Store:
         token = secrets.token_hex(8)
         return self._bucket.put_if_absent(f"{folder}/{CLAIM}", token.encode(), what, token=token)
 
-    @_checkpoint_errors
+    @store_errors_as(CheckpointError)
     def put_part(
         self,
         folder: str,
@@ -132,67 +115,50 @@ class S3Store:
         part = Part(key=key, sha256=stored.sha256, size=size)
         if len(stored.chunks) > 1:
             part = replace(part, block_bytes=stored.chunk_bytes, blocks=stored.chunks)
-        self._read_back(part, stored)
-        return part
-
-    def _read_back(self, part: Part, stored: Stored) -> None:
-        known = self._bucket.head(part.key, f"{part.key} cannot be read back")
+        known = self._bucket.head(key, f"{key} cannot be read back")
         if known is None:
-            raise CheckpointError(f"{part.key} is missing after it was written to {self}")
+            raise CheckpointError(f"{key} is missing after it was written to {self}")
         # S3 computed the checksum from the bytes that it stored. Some compatible services do not
         # report one. For these, download the object and check its SHA-256.
-        if not stored.is_confirmed_by(known) or known["ContentLength"] != part.size:
+        if not stored.is_confirmed_by(known) or known["ContentLength"] != size:
             self._fetch(part)
+        return part
 
-    @_checkpoint_errors
+    @store_errors_as(CheckpointError)
     def commit(self, manifest: Manifest) -> bool:
         """Write the manifest if the step has none, and read it back."""
         name = step_name(manifest.step)
         what = f"the manifest of {name} cannot be written"
         for part in manifest.parts.values():
-            self._check_exists(part, what)
+            check_key(part.key)
+            self._check_size(part, what, ", so nothing was committed")
         data = manifest.to_json().encode()
         # Ignore the result of the write: the stored manifest shows who committed, even after a
         # lost response or in a repeated call.
         self._bucket.put_if_absent(manifest_key(manifest.step), data, what)
         found = self._bucket.get(manifest_key(manifest.step), what)
-        return found == data or self._is_same(found, manifest)
-
-    def _check_exists(self, part: Part, what: str) -> None:
-        check_key(part.key)
-        known = self._bucket.head(part.key, what)
-        if known is None:
-            raise CheckpointError(f"{part.key} is missing, so nothing was committed")
-        if known["ContentLength"] != part.size:
-            raise CheckpointError(
-                f"{part.key} has {known['ContentLength']} bytes instead of {part.size}, so nothing "
-                "was committed"
-            )
-
-    def _is_same(self, found: bytes | None, manifest: Manifest) -> bool:
         try:
-            return parse_manifest(found or b"", step=manifest.step) == manifest
+            return found == data or parse_manifest(found or b"", step=manifest.step) == manifest
         except CheckpointError:
             return False
 
-    @_checkpoint_errors
+    @store_errors_as(CheckpointError)
     def list_steps(self) -> list[int]:
         """Return the steps that have a manifest, oldest first."""
         keys = self._bucket.keys(MANIFESTS_FOLDER, "the manifests cannot be listed")
-        names = [key.removeprefix(f"{MANIFESTS_FOLDER}/") for key in keys]
+        names = (key.removeprefix(f"{MANIFESTS_FOLDER}/") for key in keys)
         return sorted(step for step in map(step_of_manifest, names) if step is not None)
 
-    @_checkpoint_errors
+    @store_errors_as(CheckpointError)
     def read_manifest(self, step: int) -> Manifest:
         """Return a step's manifest."""
-        text = self._bucket.get(
-            manifest_key(step), f"{step_name(step)}: its manifest cannot be read"
-        )
+        what = f"{step_name(step)}: its manifest cannot be read"
+        text = self._bucket.get(manifest_key(step), what)
         if text is None:
-            raise CheckpointError(f"{step_name(step)}: its manifest cannot be read (none is there)")
+            raise CheckpointError(f"{what} (none is there)")
         return parse_manifest(text, step=step)
 
-    @_checkpoint_errors
+    @store_errors_as(CheckpointError)
     def get_part(self, part: Part) -> Path:
         """Return a verified local copy, downloaded in parallel chunks.
 
@@ -204,57 +170,53 @@ class S3Store:
             copy = self._local[part] = self._fetch(part)
         return copy
 
-    @_checkpoint_errors
+    @store_errors_as(CheckpointError)
     def read_block(self, part: Part, number: int) -> bytes:
         """Return the verified bytes of one block, which are downloaded to memory."""
         check_key(part.key)
-        data = self._read_block_once(part, number)
-        try:
-            check_block(part, number, data)
-        except CheckpointError:
-            # As in ``_fetch``: the bytes may have been corrupted in transit.
-            data = self._read_block_once(part, number)
-            check_block(part, number, data)
-        return data
-
-    def _read_block_once(self, part: Part, number: int) -> bytes:
         first, stop = part.block_range(number)
         what = f"{part.key} cannot be read"
-        if first == stop:  # S3 has no range without bytes
-            return b""
-        try:
-            return self._bucket.get_range(part.key, first, stop - first, what)
-        except StoreError:
-            self._check_size(part, what)  # an error that says more
-            raise
+
+        def read() -> bytes:
+            data = b""
+            if first != stop:  # S3 has no range without bytes
+                try:
+                    data = self._bucket.get_range(part.key, first, stop - first, what)
+                except StoreError:
+                    self._check_size(part, what)  # an error that says more
+                    raise
+            check_block(part, number, data)
+            return data
+
+        return _twice_if_altered(read)
 
     def _fetch(self, part: Part) -> ScratchFile:
         what = f"{part.key} cannot be read"
         self._check_size(part, what)
-        try:
-            return self._fetch_once(part, what)
-        except AlteredError:
-            # The bytes may have been corrupted in transit. A second mismatch means that the object
-            # is corrupt, and the caller falls back to an older checkpoint.
-            return self._fetch_once(part, what)
 
-    def _check_size(self, part: Part, what: str) -> None:
+        def download() -> ScratchFile:
+            path = new_scratch_file()
+            try:
+                self._bucket.download(part.key, part.size, path, what)
+                check_file(part, path)
+            except BaseException:
+                with suppress(OSError):  # free the space for the second attempt
+                    path.unlink(missing_ok=True)
+                raise
+            return path
+
+        return _twice_if_altered(download)
+
+    def _check_size(self, part: Part, what: str, end: str = "") -> None:
         known = self._bucket.head(part.key, what)
         if known is None:
-            raise CheckpointError(f"{part.key} is missing")
+            raise CheckpointError(f"{part.key} is missing{end}")
         if known["ContentLength"] != part.size:
             raise CheckpointError(
-                f"{part.key} has {known['ContentLength']} bytes instead of {part.size}"
+                f"{part.key} has {known['ContentLength']} bytes instead of {part.size}{end}"
             )
 
-    def _fetch_once(self, part: Part, what: str) -> ScratchFile:
-        path = new_scratch_file()
-        with removed_on_failure(path):
-            self._bucket.download(part.key, part.size, path, what)
-            check_file(part, path)
-        return path
-
-    @_checkpoint_errors
+    @store_errors_as(CheckpointError)
     def prune(self, keep_steps: Collection[int]) -> list[str]:
         """Delete other checkpoints, manifest first, then leftovers and incomplete uploads."""
         what = "old checkpoints cannot be deleted"
@@ -265,19 +227,14 @@ class S3Store:
             self._bucket.delete(key, what)
         dropped = set(listed) - set(kept)
         keys = self._bucket.keys(PARTS_FOLDER, what)
-        _, unused = self._split_folders({_folder_of(key) for key in keys}, kept, dropped)
+        names = {_folder_of(key) for key in keys}
+        _, unused = choose_folders(self, names, kept=kept, dropped=dropped)
         for key in keys:
             if _folder_of(key) in unused:
                 self._bucket.delete(key, what)
         # Abort the uploads last: a role that may not list them can still delete everything else.
         folders = set(unused) | self._abort_uploads(kept, dropped)
         return removed + [f"{PARTS_FOLDER}/{name}" for name in sorted(folders)]
-
-    def _split_folders(
-        self, names: Collection[str], kept: Collection[int], dropped: Collection[int]
-    ) -> tuple[set[str], list[str]]:
-        used = used_folders(self, kept, names)
-        return used, choose_folders_to_remove(names, kept=kept, dropped=dropped, used=used)
 
     def _abort_uploads(self, kept: Collection[int], dropped: Collection[int]) -> set[str]:
         """Abort incomplete multipart uploads; return their unused folders. Raises nothing."""
@@ -288,7 +245,9 @@ class S3Store:
         try:
             uploads = self._bucket.uploads(PARTS_FOLDER, what)
             names = {_folder_of(key) for key, _ in uploads}
-            used, unused = self._split_folders(names, kept, dropped) if names else (set(), [])
+            used, unused = set[str](), list[str]()
+            if names:  # otherwise, read no manifests
+                used, unused = choose_folders(self, names, kept=kept, dropped=dropped)
             for key, upload in uploads:
                 # In a folder that a manifest refers to, all parts are complete. An upload that is
                 # still open there belongs to a late rank whose part rank 0 has written elsewhere.
@@ -308,6 +267,15 @@ class S3Store:
             return set()
         self.notice = ""
         return set(unused)
+
+
+def _twice_if_altered(read: Callable[[], T]) -> T:
+    # The bytes may have been corrupted in transit. A second mismatch means that the object is
+    # corrupt, and the caller falls back to an older checkpoint.
+    try:
+        return read()
+    except AlteredError:
+        return read()
 
 
 def _folder_of(key: str) -> str:
