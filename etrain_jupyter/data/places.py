@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import OrderedDict
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from etrain_jupyter.config.store_url import S3, split_s3_url
-from etrain_jupyter.errors import ShardError, StoreError
+from etrain_jupyter.errors import ShardError
+from etrain_jupyter.storage.objects import store_errors_as
 from etrain_jupyter.untrusted import create_file
 
 if TYPE_CHECKING:
@@ -167,7 +169,11 @@ class FolderPlace:
         except OSError as exc:
             raise ShardError(f"shard {name} in {self} cannot be read: {exc.strerror}.") from exc
         if len(data) != size:
-            raise _truncated(self, name, first + len(data), first + size)
+            raise ShardError(
+                f"shard {name} in {self} is truncated: it ends at byte {first + len(data)}, and "
+                f"byte {first + size} is needed. Nothing was skipped. Restore it, then resume the "
+                "job (%etrain resume JOB)."
+            )
         if check is not None and not check(data):
             raise altered_error(self, name, f"bytes {first} to {first + size} have another SHA-256")
         return data
@@ -259,6 +265,8 @@ class FolderPlace:
 
 # ------------------------------------------------------------------------------------------ bucket
 
+_shard_errors = functools.partial(store_errors_as, ShardError, "{}.")
+
 
 class BucketPlace:
     """Objects below a prefix of a bucket.
@@ -277,10 +285,8 @@ class BucketPlace:
 
     def list(self) -> dict[str, FileFacts]:
         """Return all objects below the prefix."""
-        try:
+        with _shard_errors():
             found = self._bucket.versions("shards cannot be listed")
-        except StoreError as exc:
-            raise ShardError(f"{exc}.") from exc
         return {name: FileFacts(*facts) for name, facts in sorted(found.items())}
 
     def read(self, name: str, first: int, size: int, *, version: str, check: Check | None) -> bytes:
@@ -288,39 +294,31 @@ class BucketPlace:
         from etrain_jupyter.storage.objects.s3_requests import MissingError, TakenError
 
         what = f"shard {name} cannot be read"
-        try:
-            return self._bucket.get_range(
-                name, first, size, what, etag=version, check=check or (lambda data: True)
-            )
-        except MissingError as exc:
-            raise _missing(self, name) from exc
-        except TakenError as exc:
-            raise altered_error(self, name, f"its ETag is not {version} any more") from exc
-        except StoreError as exc:
-            raise ShardError(f"{exc}.") from exc
+        with _shard_errors():
+            try:
+                return self._bucket.get_range(
+                    name, first, size, what, etag=version, check=check or (lambda data: True)
+                )
+            except MissingError as exc:
+                raise _missing(self, name) from exc
+            except TakenError as exc:
+                raise altered_error(self, name, f"its ETag is not {version} any more") from exc
 
     def write(self, name: str, source: Path) -> None:
         """Create or replace an object from a local file."""
-        try:
+        with _shard_errors():
             self._bucket.replace_file(name, source, f"shard {name} cannot be written")
-        except StoreError as exc:
-            raise ShardError(f"{exc}.") from exc
 
     def create(self, name: str, data: bytes) -> bool:
         """Create a small object; return False if it exists."""
-        try:
-            return self._bucket.put_if_absent(
-                name, data, f"{name} cannot be written", token=os.urandom(8).hex()
-            )
-        except StoreError as exc:
-            raise ShardError(f"{exc}.") from exc
+        what, token = f"{name} cannot be written", os.urandom(8).hex()
+        with _shard_errors():
+            return self._bucket.put_if_absent(name, data, what, token=token)
 
     def delete(self, name: str) -> None:
         """Delete an object; it need not exist."""
-        try:
+        with _shard_errors():
             self._bucket.delete(name, f"{name} cannot be deleted")
-        except StoreError as exc:
-            raise ShardError(f"{exc}.") from exc
 
 
 def _open_bucket(url: str) -> Bucket:
@@ -345,13 +343,6 @@ def _missing(place: Place, name: str) -> ShardError:
     return ShardError(
         f"shard {name} is missing in {place}. Nothing was skipped. Restore it, then resume the "
         "job (%etrain resume JOB)."
-    )
-
-
-def _truncated(place: Place, name: str, end: int, needed: int) -> ShardError:
-    return ShardError(
-        f"shard {name} in {place} is truncated: it ends at byte {end}, and byte {needed} is "
-        "needed. Nothing was skipped. Restore it, then resume the job (%etrain resume JOB)."
     )
 
 

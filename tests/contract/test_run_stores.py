@@ -21,6 +21,7 @@ from etrain_jupyter.storage.bucket_log.uploads import Uploads, claim
 from etrain_jupyter.testing.run_store_contract import RunStoreContract
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
+from tests.s3_folder import S3Folder
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +29,12 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Raise the timeout of a job for its log: a faulty bucket is slow on a busy machine."""
     monkeypatch.setattr(followed_job, "CATCH_UP_S", 120.0)
     monkeypatch.setattr(followed_job, "GLANCE_S", 120.0)
+
+
+def append(record: RunRecord, events: Sequence[Event]) -> None:
+    log = EventLog(record.log_path)
+    log.append(events)
+    log.close()
 
 
 class FolderPlace:
@@ -51,9 +58,7 @@ class FolderPlace:
         self.held.append(EventLog(record.log_path))
 
     def log(self, record: RunRecord, events: Sequence[Event]) -> None:
-        log = EventLog(record.log_path)
-        log.append(events)
-        log.close()
+        append(record, events)
 
 
 class TestFolder(RunStoreContract):
@@ -62,24 +67,18 @@ class TestFolder(RunStoreContract):
         return FolderPlace(tmp_path / "runs")
 
 
-class BucketPlace:
+class BucketPlace(S3Folder):
     def __init__(
         self, server: S3Server, bucket: str, folder: Path, patch: pytest.MonkeyPatch
     ) -> None:
-        self.server, self.bucket, self.folder, self.patch = server, bucket, folder, patch
+        super().__init__(server, f"s3://{bucket}/mine/runs")
+        self.folder, self.patch = folder, patch
         self._numbers = itertools.count(1)
         self._uploads: dict[str, Uploads] = {}
 
     def open(self, machine: str = "here") -> S3RunStore:
         self.patch.setenv("ETRAIN_STATE", str(self.folder / machine))
-        return S3RunStore(f"s3://{self.bucket}/mine/runs/")
-
-    def list_keys(self) -> set[str]:
-        keys = self.server.list_keys(self.bucket, "mine/runs/")
-        return {key.removeprefix("mine/runs/") for key in keys}
-
-    def write(self, key: str, data: bytes) -> None:
-        self.server.write(self.bucket, f"mine/runs/{key}", data)
+        return S3RunStore(f"s3://{self.bucket}/{self.prefix}")
 
     def take(self, record: RunRecord, end: int) -> None:
         # Each claim comes from another machine that has read the log up to the same end.
@@ -89,9 +88,7 @@ class BucketPlace:
         claim(LogCopy(chain, path), chain, job_id=record.job_id, end=end)
 
     def log(self, record: RunRecord, events: Sequence[Event]) -> None:
-        log = EventLog(record.log_path)
-        log.append(events)
-        log.close()
+        append(record, events)
         uploads = self._uploads.get(record.place)
         if uploads is None:
             chain = Chain(RunObjects(record.place))

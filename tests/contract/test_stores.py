@@ -12,6 +12,7 @@ from etrain_jupyter.storage.objects.s3_requests import S3Limits
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
 from etrain_jupyter.testing.store_contract import StoreContract
+from tests.s3_folder import S3Folder
 
 MIB = 1 << 20
 
@@ -48,32 +49,15 @@ class TestLocalStore(StoreContract):
         return FolderPlace(tmp_path / "run")
 
 
-class BucketPlace:
-    def __init__(self, server: S3Server, bucket: str) -> None:
-        self.server = server
-        self.bucket = bucket
-
+class BucketPlace(S3Folder):
     def open(self) -> S3Store:
-        return S3Store(f"s3://{self.bucket}/runs/mine", limits=S3Limits(chunk_bytes=5 * MIB))
-
-    def list_keys(self) -> set[str]:
-        keys = self.server.list_keys(self.bucket, "runs/mine/")
-        return {key.removeprefix("runs/mine/") for key in keys}
-
-    def read(self, key: str) -> bytes:
-        return self.server.read(self.bucket, f"runs/mine/{key}")
-
-    def write(self, key: str, data: bytes) -> None:
-        self.server.write(self.bucket, f"runs/mine/{key}", data)
-
-    def remove(self, key: str) -> None:
-        self.server.remove(self.bucket, f"runs/mine/{key}")
+        return S3Store(f"s3://{self.bucket}/{self.prefix}", limits=S3Limits(chunk_bytes=5 * MIB))
 
 
 class TestS3Store(StoreContract):
     @pytest.fixture
     def place(self, s3_server: S3Server, s3_bucket: str) -> BucketPlace:
-        return BucketPlace(s3_server, s3_bucket)
+        return BucketPlace(s3_server, f"s3://{s3_bucket}/runs/mine")
 
 
 class TestS3StoreWithFaults(StoreContract):
@@ -91,4 +75,4 @@ class TestS3StoreWithFaults(StoreContract):
             S3Fault(kind="spoil_upload", every=5, match="PUT "),
             S3Fault(kind="spoil_answer", every=3, match="model.safetensors"),
         )
-        return BucketPlace(s3_server, s3_bucket)
+        return BucketPlace(s3_server, f"s3://{s3_bucket}/runs/mine")

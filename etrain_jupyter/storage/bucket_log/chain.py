@@ -15,6 +15,7 @@ keys at which other writers were fenced stay taken.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -83,27 +84,6 @@ def columns_key(first: int) -> str:
     return f"events.segments/{first:012d}-{first + EVENTS_PER_SEGMENT - 1:012d}.npz"
 
 
-def parse_piece(data: bytes, first: int, where: str) -> LogObject:
-    """Parse an object.
-
-    Raises:
-        RunStoreError: If it is truncated, or not part of a log.
-    """
-    head_line, _, body = data.partition(b"\n")
-    try:
-        head = json.loads(head_line)
-        lines = tuple(body.split(b"\n")[:-1])
-        digest = hashlib.sha256(body).hexdigest()
-        if (head["first"], head["count"], head["sha256"]) == (first, len(lines), digest) and lines:
-            return LogObject(first=first, lines=lines, writer=str(head["writer"]))
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise RunStoreError(
-        f"{where} is not a complete part of a log. The {first - 1} events before it are complete "
-        "and can be read; remove that object and those after it to continue from there"
-    )
-
-
 class Chain:
     """The log of one job; safe to use from several threads."""
 
@@ -111,10 +91,25 @@ class Chain:
         self.objects = objects
 
     def read_piece(self, first: int) -> LogObject | None:
-        """Return the object whose first event is ``first``; None if there is none."""
+        """Return the object whose first event is ``first``; None if there is none.
+
+        Raises:
+            RunStoreError: If it is truncated, or not part of a log.
+        """
         key = piece_key(first)
         data = self.objects.get(key)
-        return None if data is None else parse_piece(data, first, f"{self.objects}/{key}")
+        if data is None:
+            return None
+        head_line, _, body = data.partition(b"\n")
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            head = json.loads(head_line)
+            lines = tuple(body.split(b"\n")[:-1])
+            known = (first, len(lines), hashlib.sha256(body).hexdigest())
+            if (head["first"], head["count"], head["sha256"]) == known and lines:
+                return LogObject(first=first, lines=lines, writer=str(head["writer"]))
+        raise self._incomplete(
+            key, first, "; remove that object and those after it to continue from there"
+        )
 
     def put_piece(self, piece: LogObject) -> LogObject:
         """Write an object if its key is free; return the object that the key then holds."""
@@ -161,11 +156,14 @@ class Chain:
         except zlib.error:
             lines = []
         if len(lines) != size:
-            raise RunStoreError(
-                f"{self.objects}/{key} is not a complete part of a log. The {first - 1} events "
-                "before it are complete and can be read"
-            )
+            raise self._incomplete(key, first)
         return lines
+
+    def _incomplete(self, key: str, first: int, hint: str = "") -> RunStoreError:
+        return RunStoreError(
+            f"{self.objects}/{key} is not a complete part of a log. The {first - 1} events before "
+            f"it are complete and can be read{hint}"
+        )
 
     def put_pack(self, first: int, lines: Sequence[bytes]) -> None:
         """Write a pack if it does not exist."""

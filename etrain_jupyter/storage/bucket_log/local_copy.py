@@ -104,8 +104,11 @@ class LogCopy:
         if common or not seq:
             return common
         end, last = self._chain.end()
-        if end and line_at(self.path, end) != last:
-            return self._restart_copy()
+        if end:
+            reader = LogReader(self.path)
+            reader.skip(end - 1)
+            if reader.read_lines(1) != [last]:
+                return self._restart_copy()
         return end
 
     def _restart_copy(self) -> int:
@@ -205,10 +208,3 @@ def end_of(path: Path) -> tuple[int, bytes]:
         raise RunStoreError(
             f"the last line of {path} is not an event. Remove that file to fetch it again"
         ) from exc
-
-
-def line_at(path: Path, seq: int) -> bytes:
-    """Return one line of a copy; empty if the copy is shorter."""
-    reader = LogReader(path)
-    reader.skip(seq - 1)
-    return b"".join(reader.read_lines(1))

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from etrain_jupyter.config.store_url import S3, split_s3_url
@@ -47,23 +46,19 @@ def check_root(url: str) -> str:
     return f"{S3}{bucket}/{prefix}".rstrip("/")
 
 
-def private_root(environment: Mapping[str, str] = os.environ) -> Path:
+def private_root() -> Path:
     """Return the folder that only this user may write, and that survives a restart."""
-    own = environment.get("ETRAIN_STATE")
+    own = os.environ.get("ETRAIN_STATE")
     state = Path(own).expanduser() if own else Path.home() / ".local" / "state" / "etrain"
     return without_link(state.absolute())
-
-
-def spool_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder of this machine's copies of logs."""
-    return private_root(environment) / "runs"
 
 
 def spool_of_root(root: str) -> Path:
     """Return the folder with this machine's copies of a run store's jobs."""
     # The bucket's name is for readability; the digest distinguishes run stores in one bucket.
     bucket, _ = split_s3_url(root)
-    return spool_root() / f"{bucket}-{hashlib.sha256(root.encode()).hexdigest()[:12]}"
+    digest = hashlib.sha256(root.encode()).hexdigest()[:12]
+    return private_root() / "runs" / f"{bucket}-{digest}"
 
 
 def spool_of(place: str) -> Path:

@@ -91,10 +91,6 @@ class Mirror:
             self._unlock_at_end()
         self._wake.set()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end; return whether it has."""
-        return self.is_done.wait(timeout_s)
-
     def _run(self) -> None:
         try:
             self._work()
@@ -164,7 +160,7 @@ class Mirror:
         if is_last or time.monotonic() - self._beat_at >= BEAT_S:
             self._uploads.beat(has_ended=is_last)
             self._beat_at = time.monotonic()
-        self._uploads.exhibits.upload()
+        self._uploads.upload_exhibits()
         try:
             self._uploads.pack()
         except RunStoreError as exc:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter.config.store_url import split_s3_url
-from etrain_jupyter.errors import RunStoreError, StoreError
+from etrain_jupyter.errors import RunStoreError
+from etrain_jupyter.storage.objects import store_errors_as
 
 if TYPE_CHECKING:
     from etrain_jupyter.storage.objects.s3_bucket import Bucket
@@ -19,6 +19,7 @@ DEADLINE_S = 20.0
 """Timeout of one request; it is extended while bytes arrive."""
 PROBE = ".etrain-runs"
 """Key of the object at the root of each run store with which conditional writes are checked."""
+_run_store_errors = functools.partial(store_errors_as, RunStoreError, "the run store: {}")
 
 
 class RunObjects:
@@ -64,23 +65,23 @@ class RunObjects:
 
     def get(self, key: str, *, most_bytes: int | None = None) -> bytes | None:
         """Return an object, at most its first ``most_bytes``; None if it does not exist."""
-        with _as_run_store_error():
+        with _run_store_errors():
             return self._bucket.get(key, f"{key} cannot be read", most_bytes=most_bytes)
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace an object."""
-        with _as_run_store_error():
+        with _run_store_errors():
             self._bucket.put(key, data, f"{key} cannot be written")
 
     def put_file(self, key: str, path: Path) -> None:
         """Create or replace an object with a file's bytes, in chunks if it is large."""
-        with _as_run_store_error():
+        with _run_store_errors():
             self._bucket.replace_file(key, path, f"{key} cannot be written")
 
     def get_file(self, key: str, path: Path) -> bool:
         """Write an object to a new file; return False if the object does not exist."""
         what = f"{key} cannot be read"
-        with _as_run_store_error():
+        with _run_store_errors():
             known = self._bucket.head(key, what)
             if known is not None:
                 self._bucket.download(key, known["ContentLength"], path, what)
@@ -92,27 +93,27 @@ class RunObjects:
         After a retry, the existing object may be our own: the response to the first attempt may
         have been lost.
         """
-        with _as_run_store_error():
+        with _run_store_errors():
             return self._bucket.put_if_absent(key, data, f"{key} cannot be written")
 
     def delete(self, key: str) -> None:
         """Delete an object; it need not exist."""
-        with _as_run_store_error():
+        with _run_store_errors():
             self._bucket.delete(key, f"{key} cannot be deleted")
 
     def keys(self, folder: str, *, after: str = "") -> list[str]:
         """Return the sorted keys below a folder that follow the key ``after``."""
-        with _as_run_store_error():
+        with _run_store_errors():
             return sorted(self._bucket.keys(folder, f"{folder} cannot be listed", after=after))
 
     def folders(self) -> list[str]:
         """Return the names of the top-level folders."""
-        with _as_run_store_error():
+        with _run_store_errors():
             return self._bucket.folders("the jobs cannot be listed")
 
     def get_aged(self, key: str) -> tuple[dict[str, Any], float] | None:
         """Return a JSON object and its age in seconds; None if it does not exist or is invalid."""
-        with _as_run_store_error():
+        with _run_store_errors():
             found = self._bucket.get_aged(key, f"{key} cannot be read")
         if found is None:
             return None
@@ -137,11 +138,3 @@ class RunObjects:
                 "existing objects. Use a store with conditional writes, or set ETRAIN_RUNS to a "
                 "folder"
             )
-
-
-@contextlib.contextmanager
-def _as_run_store_error() -> Iterator[None]:
-    try:
-        yield
-    except StoreError as exc:
-        raise RunStoreError(f"the run store: {exc}") from exc

@@ -9,7 +9,6 @@ import platform
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,16 @@ from etrain_jupyter.storage.bucket_log.chain import (
     piece_key,
 )
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
-from etrain_jupyter.storage.bucket_log.objects import RunObjects
 
 MARK_FILE = ".uploaded.json"
 """File in the copy's folder that contains the writer and the last event that it has uploaded."""
 ALIVE = "alive.json"
 CLAIM_TRIES = 5
-_EVENTS = tuple(f'{{"event":"{kind}"'.encode() for kind in ("ExhibitStored", "ExhibitsRemoved"))
+_FACTS = ("status", "reason", "step", "total_steps", "world_size", "time")
+_STATUS_EVENTS = tuple(
+    f'{{"event":"{kind}"'.encode() for kind in ("JobStatusChanged", "JobPlanned", "JobRestored")
+)
+_EXHIBIT_EVENTS = (b'{"event":"ExhibitStored"', b'{"event":"ExhibitsRemoved"')
 
 
 class Uploads:
@@ -71,8 +73,9 @@ class Uploads:
         self._pending: list[bytes] = []
         self.facts: dict[str, Any] = {}
         """The job's status, from the newest uploaded lines."""
-        self.exhibits = ExhibitUploads(chain.objects, log_path.parent)
-        """The files that uploaded lines name."""
+        self._exhibits: deque[tuple[str, str]] = deque()
+        """Files that uploaded lines name: ``put`` or ``delete``, and the key, in the log's order.
+        Those that are not uploaded when this process dies stay on this machine."""
 
     def upload(self) -> bool:
         """Write the next events, at most ``PIECE_EVENTS``; return whether there were any.
@@ -82,7 +85,8 @@ class Uploads:
             RunStoreError: If the bucket cannot be written; the next call retries.
         """
         if not self._pending:
-            self._pending = self._next_lines()
+            self._reader = self._reader or _reader_after(self._path, self.seq)
+            self._pending = self._reader.read_lines(PIECE_EVENTS)
         if not self._pending:
             return False
         piece = LogObject(first=self.seq + 1, lines=tuple(self._pending), writer=self.writer)
@@ -132,9 +136,44 @@ class Uploads:
                 self.facts |= {name: event[name] for name in _FACTS if name in event}
         if piece.first != self._began_at:
             self._own.append(piece.first)
-        self.exhibits.note_lines(piece.lines)
+        for line in piece.lines:
+            if line.startswith(_EXHIBIT_EVENTS):
+                with contextlib.suppress(ValueError, KeyError, TypeError, InvalidExhibitError):
+                    self._note_exhibit(event_from_dict(json.loads(line)))
         self.seq = piece.last
-        _write_mark(self._path.parent, self.writer, self.seq)
+        temporary = self._path.parent / f"{MARK_FILE}.tmp"
+        mark = {"writer": self.writer, "seq": self.seq}
+        temporary.write_text(json.dumps(mark), encoding="utf-8")
+        temporary.replace(self._path.parent / MARK_FILE)
+
+    def _note_exhibit(self, event: Any) -> None:
+        if isinstance(event, ExhibitStored):
+            key = exhibit_key(step=event.step, name=event.name, format=event.format)
+            self._exhibits.append(("put", key))
+        elif isinstance(event, ExhibitsRemoved):
+            self._exhibits.extend(("delete", key) for key in event.files if is_exhibit_key(key))
+
+    def upload_exhibits(self) -> None:
+        """Upload and delete the files that uploaded events name.
+
+        Called after the events are uploaded, because other machines wait for them, and a bucket
+        that rejects an exhibit must not stop the log.
+
+        Raises:
+            RunStoreError: If the bucket rejects one; the next call retries it.
+        """
+        while self._exhibits:
+            action, key = self._exhibits[0]
+            if action == "delete":
+                self.chain.objects.delete(key)
+            else:
+                try:
+                    data = read_exhibit(self._path.parent, key)
+                except OSError:
+                    pass  # a file that has been removed since needs no upload
+                else:
+                    self.chain.objects.put(key, data)
+            self._exhibits.popleft()
 
     def pack(self) -> None:
         """Write the packs that are due, and delete the objects that they contain."""
@@ -194,17 +233,6 @@ class Uploads:
         }
         self.chain.objects.put(ALIVE, json.dumps(status).encode())
 
-    def _next_lines(self) -> list[bytes]:
-        if self._reader is None:
-            self._reader = _reader_after(self._path, self.seq)
-        return self._reader.read_lines(PIECE_EVENTS)
-
-
-_STATUS_EVENTS = tuple(
-    f'{{"event":"{kind}"'.encode() for kind in ("JobStatusChanged", "JobPlanned", "JobRestored")
-)
-_FACTS = ("status", "reason", "step", "total_steps", "world_size", "time")
-
 
 def _status_lines(lines: tuple[bytes, ...]) -> list[bytes]:
     # Thousands of lines may arrive at once: select by the first bytes, and parse only those lines.
@@ -250,7 +278,17 @@ def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -
             # The log has grown since the caller looked at it.
             if end is not None and uploads.seq != end:
                 raise FencedError(f"it has {uploads.seq} events instead of {end}")
-            uploads.write_next(_claim_line(job_id, uploads))
+            text = f"From here on the log is written by {writer}"
+            event = LogLine(
+                job_id=job_id,
+                time=time.time(),
+                seq=uploads.seq + 1,
+                level="info",
+                worker="",
+                text=text,
+            )
+            line = json.dumps(event.to_json_dict(), separators=(",", ":"), ensure_ascii=False)
+            uploads.write_next(line.encode())
         except FencedError as exc:
             if attempt + 1 == CLAIM_TRIES or end is not None:
                 raise FencedError(
@@ -262,14 +300,6 @@ def claim(copy: LogCopy, chain: Chain, *, job_id: str, end: int | None = None) -
         else:
             return uploads
     raise AssertionError("unreachable")
-
-
-def _claim_line(job_id: str, uploads: Uploads) -> bytes:
-    text = f"From here on the log is written by {uploads.writer}"
-    event = LogLine(
-        job_id=job_id, time=time.time(), seq=uploads.seq + 1, level="info", worker="", text=text
-    )
-    return json.dumps(event.to_json_dict(), separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def new_writer() -> str:
@@ -296,63 +326,3 @@ def _read_mark(folder: Path) -> dict[str, Any]:
         return known if isinstance(known, dict) else {}
     except (OSError, ValueError):
         return {}
-
-
-def _write_mark(folder: Path, writer: str, seq: int) -> None:
-    temporary = folder / f"{MARK_FILE}.tmp"
-    temporary.write_text(json.dumps({"writer": writer, "seq": seq}), encoding="utf-8")
-    temporary.replace(folder / MARK_FILE)
-
-
-class ExhibitUploads:
-    """Copy the files of a run folder that uploaded events name. Not thread-safe.
-
-    Files are uploaded after the events that name them, because other machines wait for the events,
-    and a bucket that rejects an exhibit must not stop the log. Files that are not uploaded when
-    this process dies stay on this machine.
-
-    Args:
-        objects: The job in the bucket.
-        run_dir: This machine's run folder.
-    """
-
-    def __init__(self, objects: RunObjects, run_dir: Path) -> None:
-        self._objects, self._run_dir = objects, run_dir
-        self._due: deque[tuple[str, str]] = deque()
-        """``put`` or ``delete``, and the key, in the order of the log."""
-
-    def note_lines(self, lines: Iterable[bytes]) -> None:
-        """Note the files that lines of the log name."""
-        for line in lines:
-            if not line.startswith(_EVENTS):
-                continue
-            with contextlib.suppress(ValueError, KeyError, TypeError, InvalidExhibitError):
-                self._note(event_from_dict(json.loads(line)))
-
-    def _note(self, event: Any) -> None:
-        if isinstance(event, ExhibitStored):
-            key = exhibit_key(step=event.step, name=event.name, format=event.format)
-            self._due.append(("put", key))
-        elif isinstance(event, ExhibitsRemoved):
-            self._due.extend(("delete", key) for key in event.files if is_exhibit_key(key))
-
-    def upload(self) -> None:
-        """Upload and delete the files that are due.
-
-        Raises:
-            RunStoreError: If the bucket rejects one; the next call retries it.
-        """
-        while self._due:
-            action, key = self._due[0]
-            if action == "delete":
-                self._objects.delete(key)
-            # A file that has been removed since needs no upload.
-            elif (data := self._read(key)) is not None:
-                self._objects.put(key, data)
-            self._due.popleft()
-
-    def _read(self, key: str) -> bytes | None:
-        try:
-            return read_exhibit(self._run_dir, key)
-        except OSError:
-            return None

@@ -190,7 +190,7 @@ async def test_job_is_taken_over_on_another_machine(
     )
     await until(lambda: second.job.job_log._mirror.seq == second.job.job_log.last_seq)
     second.job.job_log.close()
-    assert second.job.job_log._mirror.join(30.0)
+    assert second.job.job_log._mirror.is_done.wait(30.0)
 
 
 async def test_submit_is_refused_if_the_bucket_is_not_writable(
@@ -224,11 +224,11 @@ async def test_restarted_coordinator_continues_as_the_same_writer(
     await until(lambda: rig.job.job_log._mirror.seq == rig.job.job_log.last_seq)
     order, log = rig.job.spec, rig.job.job_log
     log.close()
-    assert log._mirror.join(30.0)
+    assert log._mirror.is_done.wait(30.0)
     again = mirrored_log.MirroredLog(order, None, lambda: None)
     again.append([events.LogLine(job_id="j", time=1.0, level="info", worker="", text="here")])
     again.close()
-    assert again._mirror.join(30.0)
+    assert again._mirror.is_done.wait(30.0)
     last = seen_elsewhere(tmp_path, place)[-1]
     assert isinstance(last, events.LogLine)
     assert last.text == "here"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from etrain_jupyter.storage.bucket_log.chain import Chain
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.storage.bucket_log.uploads import Uploads
+from etrain_jupyter.testing.s3_server import S3Server
+from tests.s3_folder import S3Folder
 from tests.unit.log.spent import PLAIN_STEP
 
 JOB = "digits-0a1b2c3d"
@@ -40,6 +43,12 @@ def status(word: str) -> Event:
     return JobStatusChanged(job_id=JOB, time=1.0, status=word)
 
 
+def upload_all(uploads: Uploads) -> None:
+    while uploads.upload():
+        pass
+    uploads.pack()
+
+
 class Machine:
     """Something that has a copy of the log."""
 
@@ -53,8 +62,14 @@ class Machine:
         log.append(events)
         log.close()
 
+    @functools.cached_property
     def uploads(self) -> Uploads:
         return Uploads(self.chain, self.path, writer=self.path.parent.parent.name, seq=0)
+
+    def publish(self, *events: Event) -> None:
+        """Write events and upload everything, as a coordinator does."""
+        self.write(*events)
+        upload_all(self.uploads)
 
     @property
     def lines(self) -> list[bytes]:
@@ -64,6 +79,11 @@ class Machine:
 @pytest.fixture
 def url(s3_bucket: str) -> str:
     return f"s3://{s3_bucket}/runs/{JOB}"
+
+
+@pytest.fixture
+def stored(s3_server: S3Server, url: str) -> S3Folder:
+    return S3Folder(s3_server, url)
 
 
 @pytest.fixture

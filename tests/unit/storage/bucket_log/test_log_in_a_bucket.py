@@ -18,7 +18,8 @@ from etrain_jupyter.storage.bucket_log.objects import RunObjects
 from etrain_jupyter.storage.bucket_log.uploads import Uploads, claim
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Server
-from tests.unit.storage.bucket_log.conftest import JOB, Machine, status, step
+from tests.s3_folder import S3Folder
+from tests.unit.storage.bucket_log.conftest import JOB, Machine, status, step, upload_all
 
 Make = Callable[[str], Machine]
 
@@ -34,21 +35,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etrain_jupyter.log.segments.EVENTS_PER_SEGMENT", 40)
 
 
-def upload_all(machine: Machine, up: Uploads) -> None:
-    while up.upload():
-        pass
-    up.pack()
-
-
 def test_log_written_on_one_machine_is_read_on_another(machine: Make) -> None:
     here, there = machine("here"), machine("there")
-    up = here.uploads()
-    here.write(step(1), step(2))
-    upload_all(here, up)
+    here.publish(step(1), step(2))
     there.copy.refresh()
     assert there.lines == here.lines
-    here.write(step(3))
-    upload_all(here, up)
+    here.publish(step(3))
     there.copy.refresh()
     assert there.lines == here.lines
     assert [e.step for e in read_events(there.path)] == [1, 2, 3]
@@ -56,8 +48,7 @@ def test_log_written_on_one_machine_is_read_on_another(machine: Make) -> None:
 
 def test_refresh_without_new_events_costs_one_request(machine: Make, s3_server: S3Server) -> None:
     here, there = machine("here"), machine("there")
-    here.write(step(1))
-    upload_all(here, here.uploads())
+    here.publish(step(1))
     there.copy.refresh()
     s3_server.set_faults()
     there.copy.refresh()
@@ -65,19 +56,15 @@ def test_refresh_without_new_events_costs_one_request(machine: Make, s3_server: 
 
 
 @pytest.mark.usefixtures("small")
-def test_long_log_is_packed_and_reads_the_same(
-    machine: Make, s3_server: S3Server, url: str
-) -> None:
+def test_long_log_is_packed_and_reads_the_same(machine: Make, stored: S3Folder) -> None:
     here, early = machine("here"), machine("early")
-    up = here.uploads()
     for start in range(1, 96, 3):
         here.write(*(step(n) for n in range(start, start + 3)))
         compact(here.path)
-        upload_all(here, up)
+        upload_all(here.uploads)
         if start == 7:
             early.copy.refresh()
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    keys = {key.removeprefix(prefix + "/") for key in s3_server.list_keys(bucket, prefix)}
+    keys = stored.list_keys()
     packs = {key for key in keys if key.startswith("packs/")}
     assert packs == {
         chain.pack_key(1, 40),
@@ -99,9 +86,8 @@ def test_long_log_is_packed_and_reads_the_same(
 
 def test_killed_writer_continues_where_it_stopped(machine: Make) -> None:
     here, there = machine("here"), machine("there")
-    here.write(step(1))
-    up = here.uploads()
-    upload_all(here, up)
+    here.publish(step(1))
+    up = here.uploads
     # Its last upload was not noted down, and more has come since.
     here.write(step(2))
     mark = (here.path.parent / uploads.MARK_FILE).read_bytes()
@@ -110,16 +96,15 @@ def test_killed_writer_continues_where_it_stopped(machine: Make) -> None:
     here.write(step(3))
     again = Uploads(here.chain, here.path)
     assert (again.writer, again.seq) == (up.writer, 1)
-    upload_all(here, again)
+    upload_all(again)
     there.copy.refresh()
     assert there.lines == here.lines
 
 
 def test_only_one_of_two_claims_succeeds_and_the_old_writer_is_fenced(machine: Make) -> None:
     here, one, two = machine("here"), machine("one"), machine("two")
-    here.write(step(1))
-    up = here.uploads()
-    upload_all(here, up)
+    here.publish(step(1))
+    up = here.uploads
     one.copy.refresh()
     two.copy.refresh()
     mine = claim(one.copy, one.chain, job_id=JOB)
@@ -132,7 +117,7 @@ def test_only_one_of_two_claims_succeeds_and_the_old_writer_is_fenced(machine: M
     with pytest.raises(FencedError, match=f"was written by {mine.writer}: the job continues there"):
         up.upload()
     one.write(step(2, time=2.0))
-    upload_all(one, mine)
+    upload_all(mine)
     reader = machine("reader")
     reader.copy.refresh()
     events = read_events(reader.path)
@@ -147,8 +132,7 @@ def test_only_one_of_two_claims_succeeds_and_the_old_writer_is_fenced(machine: M
 
 def test_claim_first_uploads_events_that_exist_only_locally(machine: Make) -> None:
     here, there = machine("here"), machine("there")
-    here.write(step(1))
-    upload_all(here, here.uploads())
+    here.publish(step(1))
     here.write(step(2), step(3))
     claim(here.copy, here.chain, job_id=JOB)
     there.copy.refresh()
@@ -159,15 +143,13 @@ def test_claim_is_refused_while_another_process_writes_and_force_continues_after
     machine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = machine("here"), machine("there")
-    here.write(step(1))
-    up = here.uploads()
-    upload_all(here, up)
+    here.publish(step(1))
+    up = here.uploads
     write_next = Uploads.write_next
 
     def meanwhile(self: Uploads, line: bytes) -> None:
         if len(here.lines) < 4 and self.writer != up.writer:
-            here.write(step(len(here.lines) + 1))
-            upload_all(here, up)
+            here.publish(step(len(here.lines) + 1))
         write_next(self, line)
 
     monkeypatch.setattr(Uploads, "write_next", meanwhile)
@@ -180,43 +162,35 @@ def test_claim_is_refused_while_another_process_writes_and_force_continues_after
         up.upload()
 
 
-def test_unrelated_objects_are_ignored(machine: Make, s3_server: S3Server, url: str) -> None:
+def test_unrelated_objects_are_ignored(machine: Make, stored: S3Folder) -> None:
     here, there = machine("here"), machine("there")
-    here.write(step(1))
-    upload_all(here, here.uploads())
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    here.publish(step(1))
     for key in ("log/README", "log/000000000002.jsonl.bak", "packs/x", "packs/1-2.jsonl.gz"):
-        s3_server.write(bucket, f"{prefix}/{key}", b"something")
+        stored.write(key, b"something")
     there.copy.refresh()
     assert there.lines == here.lines
 
 
 @pytest.mark.parametrize("data", [b"", b"{}\nx\n", b"half"])
 def test_incomplete_piece_is_refused_by_name_and_events_before_it_are_read(
-    machine: Make, s3_server: S3Server, url: str, data: bytes
+    machine: Make, stored: S3Folder, data: bytes
 ) -> None:
     here, there = machine("here"), machine("there")
-    up = here.uploads()
     for number in (1, 2, 3):
-        here.write(step(number))
-        upload_all(here, up)
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    key = f"{prefix}/{chain.piece_key(2)}"
-    whole = s3_server.read(bucket, key)
-    s3_server.write(bucket, key, data if data != b"half" else whole[: len(whole) // 2])
+        here.publish(step(number))
+    key = chain.piece_key(2)
+    whole = stored.read(key)
+    stored.write(key, data if data != b"half" else whole[: len(whole) // 2])
     with pytest.raises(RunStoreError, match=f"{key} is not a complete part of a log. The 1 events"):
         there.copy.refresh()
     assert there.lines == here.lines[:1]
 
 
-def test_missing_piece_is_named(machine: Make, s3_server: S3Server, url: str) -> None:
+def test_missing_piece_is_named(machine: Make, stored: S3Folder) -> None:
     here, there = machine("here"), machine("there")
-    up = here.uploads()
     for number in (1, 2, 3):
-        here.write(step(number))
-        upload_all(here, up)
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    s3_server.remove(bucket, f"{prefix}/{chain.piece_key(2)}")
+        here.publish(step(number))
+    stored.remove(chain.piece_key(2))
     with pytest.raises(RunStoreError, match=r"event 2 of the log is missing.*from 3 on"):
         there.copy.refresh()
     assert there.lines == here.lines[:1]
@@ -235,23 +209,20 @@ def test_pack_that_decompresses_beyond_the_limit_is_refused(
 
 
 @pytest.mark.usefixtures("small")
-def test_incomplete_pack_is_named(machine: Make, s3_server: S3Server, url: str) -> None:
+def test_incomplete_pack_is_named(machine: Make, stored: S3Folder) -> None:
     here, there = machine("here"), machine("there")
-    here.write(*(step(n) for n in range(1, 15)))
-    upload_all(here, here.uploads())
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    key = f"{prefix}/{chain.pack_key(1, 10)}"
-    whole = s3_server.read(bucket, key)
+    here.publish(*(step(n) for n in range(1, 15)))
+    key = chain.pack_key(1, 10)
+    whole = stored.read(key)
     for data in (whole[:20], gzip.compress(b"one\n"), b"no gzip"):
-        s3_server.write(bucket, key, data)
+        stored.write(key, data)
         with pytest.raises(RunStoreError, match="is not a complete part of a log"):
             there.copy.refresh()
 
 
 def test_partial_line_of_a_copy_is_repaired(machine: Make) -> None:
     here, there = machine("here"), machine("there")
-    here.write(step(1), step(2))
-    upload_all(here, here.uploads())
+    here.publish(step(1), step(2))
     there.copy.refresh()
     with there.path.open("r+b") as file:
         file.truncate(there.path.stat().st_size - 9)
@@ -262,8 +233,7 @@ def test_partial_line_of_a_copy_is_repaired(machine: Make) -> None:
 
 def test_locked_copy_is_not_changed(machine: Make) -> None:
     here, there = machine("here"), machine("there")
-    here.write(step(1))
-    upload_all(here, here.uploads())
+    here.publish(step(1))
     with local_copy.copy_lock(there.path.parent) as is_ours:
         assert is_ours
         there.copy.refresh()
@@ -275,7 +245,7 @@ def test_locked_copy_is_not_changed(machine: Make) -> None:
 @pytest.mark.usefixtures("no_pauses")
 def test_intermittent_failures_do_not_change_the_log(machine: Make, s3_server: S3Server) -> None:
     here, there = machine("here"), machine("there")
-    up = here.uploads()
+    up = here.uploads
     s3_server.set_faults(
         S3Fault(kind="slow_down", every=5),
         S3Fault(kind="lose_answer", every=3, match="PUT "),
@@ -300,9 +270,8 @@ def test_intermittent_failures_do_not_change_the_log(machine: Make, s3_server: S
 
 def test_status_of_the_job_is_published(machine: Make) -> None:
     here = machine("here")
-    here.write(status("running"), step(7), step(8))
-    up = here.uploads()
-    upload_all(here, up)
+    here.publish(status("running"), step(7), step(8))
+    up = here.uploads
     up.beat()
     told, age_s = here.chain.objects.get_aged(uploads.ALIVE) or ({}, 99.0)
     assert (told["status"], told["step"], told["seq"], told["world_size"]) == ("running", 8, 3, 2)
@@ -324,47 +293,39 @@ def exhibit(number: int) -> ExhibitStored:
     )
 
 
-def keys_of(s3_server: S3Server, url: str) -> list[str]:
-    bucket, _, prefix = url.removeprefix("s3://").partition("/")
-    keys = (key.removeprefix(prefix + "/") for key in s3_server.list_keys(bucket, prefix))
-    return sorted(key for key in keys if key.startswith("exhibits/"))
+def exhibits_of(stored: S3Folder) -> list[str]:
+    return sorted(key for key in stored.list_keys() if key.startswith("exhibits/"))
 
 
 def test_files_that_events_name_are_uploaded_after_them_and_deleted(
-    machine: Make, s3_server: S3Server, url: str
+    machine: Make, s3_server: S3Server, stored: S3Folder
 ) -> None:
-    here, objects = machine("here"), RunObjects(url)
-    up = here.uploads()
+    here = machine("here")
+    objects, up = here.chain.objects, here.uploads
     first, second = (f"exhibits/step_0000000{n}/report.txt" for n in (1, 2))
     for number, key in ((1, first), (2, second)):
         write_exhibit(here.path.parent, key, b"fine")
-        here.write(exhibit(number))
-    upload_all(here, up)
-    assert keys_of(s3_server, url) == []
+        here.publish(exhibit(number))
+    assert exhibits_of(stored) == []
     s3_server.set_faults(S3Fault(kind="deny", match="/exhibits/"))
     with pytest.raises(RunStoreError):
-        up.exhibits.upload()
+        up.upload_exhibits()
 
     s3_server.set_faults()
-    up.exhibits.upload()
-    assert keys_of(s3_server, url) == [first, second]
+    up.upload_exhibits()
+    assert exhibits_of(stored) == [first, second]
     assert objects.get(first) == b"fine"
 
     files = [first, "job.json", "exhibits/../job.json"]
     objects.put("job.json", b"{}")
-    here.write(ExhibitsRemoved(job_id=JOB, time=1.0, step=1, files=files, reason="test"))
-    upload_all(here, up)
-    up.exhibits.upload()
-    assert keys_of(s3_server, url) == [second]
+    here.publish(ExhibitsRemoved(job_id=JOB, time=1.0, step=1, files=files, reason="test"))
+    up.upload_exhibits()
+    assert exhibits_of(stored) == [second]
     assert objects.get("job.json") == b"{}"
 
 
-def test_file_that_is_gone_before_its_upload_is_skipped(
-    machine: Make, s3_server: S3Server, url: str
-) -> None:
+def test_file_that_is_gone_before_its_upload_is_skipped(machine: Make, stored: S3Folder) -> None:
     here = machine("here")
-    up = here.uploads()
-    here.write(exhibit(1))
-    upload_all(here, up)
-    up.exhibits.upload()
-    assert keys_of(s3_server, url) == []
+    here.publish(exhibit(1))
+    here.uploads.upload_exhibits()
+    assert exhibits_of(stored) == []
