@@ -14,11 +14,9 @@ from etrain_jupyter.errors import (
     JobNotFoundError,
     PoolError,
 )
-from etrain_jupyter.launch import distributed, search
+from etrain_jupyter.launch import distributed
 from etrain_jupyter.notebook.job.open_jobs import attach, compare, diagnose, jobs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.notebook.study.open_studies import attach_study, studies
-from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.pools.registry import open_task_workers
 
 __all__ = [
@@ -31,16 +29,12 @@ __all__ = [
     "JobLostError",
     "JobNotFoundError",
     "PoolError",
-    "Study",
     "TrainConfig",
     "TrainingJob",
     "attach",
-    "attach_study",
     "compare",
     "diagnose",
     "distributed",
     "jobs",
     "open_task_workers",
-    "search",
-    "studies",
 ]

@@ -36,7 +36,7 @@ class Terminal:
         """Return the job with that name or id; by default the latest."""
         return attach(name_or_id, store=self.store)
 
-    def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
+    def bind(self, variable: str | None, value: object = None) -> None:
         """Reject a variable, because a terminal does not have variables."""
         if variable is not None:
             raise ConfigError(f"-o {variable} works only in a notebook", hint="leave out -o")

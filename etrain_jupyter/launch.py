@@ -10,7 +10,6 @@ from typing import Any
 
 from etrain_jupyter.bundle.capture import capture_bundle
 from etrain_jupyter.config import ParsedJob, check_references, parse_cell, parse_mapping
-from etrain_jupyter.config.search_cell import ParsedSearch, parse_search_cell, parse_search_mapping
 from etrain_jupyter.log.events import describe_parameters
 from etrain_jupyter.log.loggers.registry import with_loggers
 from etrain_jupyter.log.tensorboard import require_tensorboard
@@ -23,10 +22,6 @@ from etrain_jupyter.notebook.job.resume import ResumeRequest
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.same_cell import warn_of_earlier_jobs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.notebook.study.open_studies import submit_study
-from etrain_jupyter.notebook.study.plan import StudyPlan, size_of
-from etrain_jupyter.notebook.study.screen import show_study
-from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.pools.registry import find_pool, with_shared_checkpoints
 
 
@@ -68,24 +63,6 @@ def _size_of(model: Any) -> str:
         return ""
     trained = sum(size for size, is_trained in sizes if is_trained)
     return describe_parameters(trained, sum(size for size, _ in sizes))
-
-
-def plan_search(
-    body: str, notebook: Mapping[str, Any], flags: Mapping[str, Any], line: str
-) -> StudyPlan:
-    """Check the cell of a search; see ``plan_cell``."""
-    parsed = parse_search_cell(body, namespace=notebook, overrides=flags, first_line=line)
-    return plan_study(parsed, notebook, cell=body)
-
-
-def plan_study(parsed: ParsedSearch, notebook: Mapping[str, Any], *, cell: str = "") -> StudyPlan:
-    """Plan one example trial of a search, with everything that all of its trials need."""
-    config = parsed.template.build(parsed.example)
-    config = config.model_copy(update={"name": parsed.job.config.name})
-    example = dataclasses.replace(parsed.job, config=config)
-    trial = plan_job(example, notebook, cell=cell)
-    num_samples = size_of(parsed.job.config.data.train, parsed.job.namespace(notebook))
-    return StudyPlan(parsed=parsed, trial=trial, num_samples=num_samples)
 
 
 def submit(plan: Plan) -> TrainingJob:
@@ -132,16 +109,3 @@ def distributed(body: Mapping[str, Any] | None = None, /, **keys: Any) -> Traini
     if has_front_end():  # a script has no cell to display the job in
         show(job)
     return job
-
-
-def search(body: Mapping[str, Any] | None = None, /, **keys: Any) -> Study:
-    """Submit a search from Python, with the keys of a ``%%etrain search`` cell.
-
-    Expressions with names of the space are texts: ``"Net(width=width)"``, ``"!py lr * 2"``.
-    """
-    caller = sys._getframe(1)  # a decorator around this function would hide the caller's names
-    names = {**caller.f_globals, **caller.f_locals}
-    study = submit_study(plan_study(parse_search_mapping({**(body or {}), **keys}, names), names))
-    if has_front_end():
-        show_study(study)
-    return study

@@ -17,17 +17,15 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
 from IPython.display import display
 
-from etrain_jupyter import launch
+from etrain_jupyter import launch, plugin
 from etrain_jupyter.config import parse_mapping
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.log.tensorboard import OPTIONS
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
-    SEARCH_COMMAND,
     HelpRequested,
     distributed_parser,
     question_as_help,
-    search_parser,
 )
 from etrain_jupyter.notebook.commands.subcommands import (
     cell_commands,
@@ -43,24 +41,16 @@ from etrain_jupyter.notebook.editor import hooks
 from etrain_jupyter.notebook.editor.help_texts import (
     help_on_cell,
     help_on_magic,
-    help_on_search,
 )
 from etrain_jupyter.notebook.job.open_jobs import attach
 from etrain_jupyter.notebook.job.plan import Plan
 from etrain_jupyter.notebook.job.run_store import RunStore
 from etrain_jupyter.notebook.job.runs import open_runs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.notebook.study.open_studies import submit_study
-from etrain_jupyter.notebook.study.screen import list_study, show_study
-from etrain_jupyter.notebook.study.study import Study
 from etrain_jupyter.untrusted import plain_text
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
-
-
-HELP_ON_CELL = {CELL_COMMAND: help_on_cell, SEARCH_COMMAND: help_on_search}
-"""Help on the sub-commands that submit a body."""
 
 
 @magics_class
@@ -91,14 +81,14 @@ class EtrainMagics(Magics):
         """Return the job with that name or id; by default the latest."""
         return attach(name_or_id, store=self.store)
 
-    def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
-        """Assign the job to a notebook variable, if one is given.
+    def bind(self, variable: str | None, value: object = None) -> None:
+        """Assign a value to a notebook variable, if one is given.
 
-        Without a job, only check the name.
+        Without a value, only check the name.
         """
         check_variable(variable)
-        if variable and job is not None:
-            self._names()[variable] = job
+        if variable and value is not None:
+            self.names[variable] = value
 
     def show(self, job: TrainingJob) -> str:
         """Show a job's dashboard below the cell."""
@@ -106,11 +96,8 @@ class EtrainMagics(Magics):
         return f"etrain: {job.note}" if job.note else ""
 
     def show_result(self, result: object) -> str:
-        """Show a comparison, a diagnosis, a plan or a study below the cell."""
-        if isinstance(result, Study):
-            show_study(result)  # updates while it runs
-        else:
-            display(result)  # type: ignore[no-untyped-call]
+        """Show a comparison, a diagnosis or a plan below the cell."""
+        display(result)  # type: ignore[no-untyped-call]
         return ""
 
     def say(self, line: str) -> None:
@@ -123,7 +110,7 @@ class EtrainMagics(Magics):
 
     def profile(self, line: str, body: str) -> TrainingJob:
         """Train a cell for at most a minute on one and two workers; return the stopped job."""
-        plan = launch.plan_cell(body, self._names(), {}, f"%%etrain {line}".rstrip())
+        plan = launch.plan_cell(body, self.names, {}, f"%%etrain {line}".rstrip())
         self.say(f"etrain: profiling the cell on pool {plan.config.pool} for at most a minute")
         return launch.profile(plan)
 
@@ -145,40 +132,40 @@ class EtrainMagics(Magics):
 
     def _run_line(self, line: str) -> str:
         words = question_as_help(split_line(line))
-        if not words or words[0] not in HELP_ON_CELL:
-            return run_line(self, words, prog="%etrain")
-        if {"-h", "--help"} & set(words):
-            return HELP_ON_CELL[words[0]]()
-        template = "; %etrain template prints a body" if words[0] == CELL_COMMAND else ""
-        raise ConfigError(
-            f"%etrain {words[0]} needs a body",
-            hint=f"begin the cell with two percent signs: %%etrain {words[0]}{template}",
-        )
+        name = words[0] if words else ""
+        if name == CELL_COMMAND or name in plugin.cells():
+            is_own = name == CELL_COMMAND
+            if {"-h", "--help"} & set(words):
+                return help_on_cell() if is_own else str(plugin.load(plugin.cells()[name].help)())
+            more = "; %etrain template prints a body" if is_own else ""
+            raise ConfigError(
+                f"%etrain {name} needs a body",
+                hint=f"begin the cell with two percent signs: %%etrain {name}{more}",
+            )
+        return run_line(self, words, prog="%etrain")
 
     def _run_cell(self, line: str, body: str) -> str:
         words = question_as_help(split_line(line))
-        if not words or words[0] not in HELP_ON_CELL:
+        if words and words[0] in plugin.cells():
+            command = plugin.cells()[words[0]]
+            try:
+                options = plugin.load(command.parser)().parse_args(words[1:])
+            except HelpRequested:
+                return str(plugin.load(command.help)())
+            return str(plugin.load(command.run)(self, options, line, body))
+        if not words or words[0] != CELL_COMMAND:
             return self._run_other(words, line, body)
-        is_search = words[0] == SEARCH_COMMAND
-        parser = search_parser() if is_search else distributed_parser()
         try:
-            options = parser.parse_args(words[1:])
+            options = distributed_parser().parse_args(words[1:])
         except HelpRequested:
-            return HELP_ON_CELL[words[0]]()
+            return help_on_cell()
         check_variable(options.out)  # checked early, because a submitted job needs its variable
-        given = {"name": options.name, "pool": options.pool}
-        flags = {key: value for key, value in given.items() if value is not None}
-        submit = self._search if is_search else self._train
-        return submit(f"%%etrain {line}".rstrip(), body, options, flags)
-
-    def _train(
-        self, line: str, body: str, options: argparse.Namespace, flags: dict[str, str]
-    ) -> str:
-        """Submit or resume a job, and show it below the cell."""
         for flag in ("force", "trust"):
             if getattr(options, flag) and not options.resume:
                 raise ConfigError(f"--{flag} requires --resume", hint=f"--resume JOB --{flag}")
-        plan = launch.plan_cell(body, self._names(), flags, line)
+        given = {"name": options.name, "pool": options.pool}
+        flags = {key: value for key, value in given.items() if value is not None}
+        plan = launch.plan_cell(body, self.names, flags, f"%%etrain {line}".rstrip())
         # `-o net` also names a new job "net". A resumed job keeps its name.
         if options.out and plan.config.name is None and not options.resume:
             named = plan.config.model_copy(update={"name": options.out})
@@ -195,27 +182,6 @@ class EtrainMagics(Magics):
             follow(job)  # --quiet suppresses the output below the cell, not the side panel
         if options.wait:
             wait_for(job)
-        return ""
-
-    def _search(
-        self, line: str, body: str, options: argparse.Namespace, flags: dict[str, str]
-    ) -> str:
-        """Submit a search, and show its trials below the cell."""
-        if options.out:
-            flags.setdefault("name", options.out)
-        plan = launch.plan_search(body, self._names(), flags, line)
-        if options.dry_run:
-            return str(plan)
-        study = submit_study(plan)
-        if options.out:
-            self._names()[options.out] = study
-        if not options.quiet:
-            show_study(study)
-        else:
-            list_study(study)  # --quiet suppresses the output below the cell only
-        if options.wait:
-            study.wait()
-            return str(study)
         return ""
 
     def _resume(self, plan: Plan, options: argparse.Namespace) -> TrainingJob:
@@ -237,7 +203,9 @@ class EtrainMagics(Magics):
         arguments = vars(command.parser("%%etrain").parse_args(words[1:]))
         return command.cell(self, line, body, **arguments)
 
-    def _names(self) -> dict[str, Any]:
+    @property
+    def names(self) -> dict[str, Any]:
+        """The notebook's names."""
         assert self.shell is not None, "magics are registered with a shell"
         names: dict[str, Any] = self.shell.user_ns
         return names
@@ -270,7 +238,8 @@ def give_empty_body(lines: list[str]) -> list[str]:
     Below ``%etrain distributed`` with a single %, the body would be a syntax error in Python. It is
     dropped, so that the line's own error explains the second %.
     """
-    if lines and re.match(rf"%etrain\s+({CELL_COMMAND}|{SEARCH_COMMAND})(\s|$)", lines[0]):
+    cells = "|".join(map(re.escape, (CELL_COMMAND, *plugin.cells())))
+    if lines and re.match(rf"%etrain\s+({cells})(\s|$)", lines[0]):
         return lines[:1]
     if len(lines) != 1 or not re.match(r"%%etrain(\s|$)", lines[0]):
         return lines

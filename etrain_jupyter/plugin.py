@@ -69,17 +69,38 @@ class Command:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CellCommand:
+    """A command for the first line of a cell only, with a body like that of ``distributed``."""
+
+    run: str
+    """Reference to a function of a ``CellSurface``, the parsed options, the line and the body."""
+    parser: str
+    """Reference to a function that returns the ``Parser`` of its line."""
+    help: str
+    """Reference to a function that returns the text of ``--help``."""
+    summary: str
+    """Its meaning, for the list of sub-commands."""
+    group: str
+    """Reference to the ``ExtraGroup`` of keys of its body, see ``config.keys``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plugin:
     """Extensions of the core by one plug-in."""
 
     pools: Mapping[str, PoolKind] = field(default_factory=dict)
     """By ``kind``."""
     commands: tuple[Command, ...] = ()
+    cells: Mapping[str, CellCommand] = field(default_factory=dict)
+    """By name, which is also the key of its group in the body."""
+    service: str = ""
+    """Reference to a function of a ``ServiceHost`` that returns a ``Service``, which runs in the
+    scheduler's process next to the jobs; see ``head.coordinator.services``."""
     words: str = ""
     """Reference to a mapping from the name of an argument of its commands to the accepted words,
     for completion."""
     public: Mapping[str, str] = field(default_factory=dict)
-    """Functions that ``etrain_jupyter`` exports, by name."""
+    """Functions and classes that ``etrain_jupyter`` exports, by name."""
     loggers: Mapping[str, str] = field(default_factory=dict)
     """Classes of loggers, by the name that ``log.to`` accepts."""
     notices: str = ""
@@ -129,8 +150,13 @@ def loggers() -> Mapping[str, str]:
 
 
 def public_names() -> Mapping[str, str]:
-    """Return the functions that plug-ins add to ``etrain_jupyter``."""
+    """Return the functions and classes that plug-ins add to ``etrain_jupyter``."""
     return _merge("public")
+
+
+def cells() -> Mapping[str, CellCommand]:
+    """Return the cell commands of all plug-ins."""
+    return _merge("cells")
 
 
 def commands() -> Iterator[Command]:

@@ -38,14 +38,14 @@ from benchmarks.models.search_log import MOVE_PARTS, moves_of, share_of_spans, u
 from benchmarks.models.search_simulated import NUM_REPEATS, simulate_asha, train_curves
 from benchmarks.peers.run import python_path
 from benchmarks.peers.systems import import_error
-from etrain_jupyter import launch
-from etrain_jupyter.head.studies.optuna_study import make_pruner
 from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.log.events import Event
-from etrain_jupyter.notebook.study.open_studies import submit_study
-from etrain_jupyter.notebook.study.study import Study
-from etrain_jupyter.notebook.study.view import StudyView
-from etrain_jupyter.storage.study_folder import import_optuna
+from etrain_jupyter.plugins.search.commands import plan_search
+from etrain_jupyter.plugins.search.folder import import_optuna
+from etrain_jupyter.plugins.search.open_studies import submit_study
+from etrain_jupyter.plugins.search.optuna_study import make_pruner
+from etrain_jupyter.plugins.search.report import StudyView
+from etrain_jupyter.plugins.search.study import Study
 
 BAR_RATIO = 0.4
 """Maximum share of the samples of random search."""
@@ -235,7 +235,7 @@ def run(
         "slow_loss": search_work.slow_loss,
         "accuracy": search_work.accuracy,
     }
-    plan = launch.plan_search(body, names, {"name": f"{model}-{method}"}, "%%etrain search")
+    plan = plan_search(body, names, {"name": f"{model}-{method}"}, "%%etrain search")
     study = submit_study(plan)
     status = study.wait(timeout=TIMEOUT_S)
     assert status == "finished", study.view().reason

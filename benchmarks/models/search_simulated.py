@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks.models import search_work
-from etrain_jupyter.head.studies.optuna_study import make_pruner
-from etrain_jupyter.rules.search.rungs import place_rungs
-from etrain_jupyter.storage.study_folder import import_optuna
+from etrain_jupyter.plugins.search.folder import import_optuna
+from etrain_jupyter.plugins.search.optuna_study import make_pruner
+from etrain_jupyter.plugins.search.rules import place_rungs
 
 LENGTH = search_work.NUM_TRAIN
 DELAY_EPOCHS = 0.7

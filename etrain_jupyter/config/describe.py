@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
@@ -21,9 +20,9 @@ from etrain_jupyter.config.keys import (
     BOOLEANS,
     METRICS,
     OPTIMIZER,
-    SEARCH,
-    SPACE,
+    KeyHelp,
     KeyPath,
+    extra_group,
     field_at,
     group_at,
     is_interval,
@@ -48,71 +47,6 @@ _KINDS = {
     list: "list",
 }
 _BOUNDS = {"ge": "{} or more", "gt": "above {}", "lt": "below {}"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyHelp:
-    """Description of one key."""
-
-    path: KeyPath
-    takes: str
-    """Type and range of its value, for example ``whole number, 1 or more``."""
-    meaning: str
-    default: str = ""
-    """Default value as spelled in the cell. Empty if the key is required, or if no value has the
-    same effect as omitting the key."""
-    is_required: bool = False
-    words: tuple[str, ...] = ()
-    """Accepted words: all members of an enumeration, or the common ones."""
-    example: str = ""
-    """Example line of a body."""
-
-    @property
-    def name(self) -> str:
-        """Dotted name, for example ``batch.global``."""
-        return ".".join(self.path)
-
-    @property
-    def facts(self) -> str:
-        """Type and default, as one phrase."""
-        end = "; required" if self.is_required else ""
-        return f"{self.takes}{end}" + (f"; default {self.default}" if self.default else "")
-
-    def __str__(self) -> str:
-        lines = [f"{self.name}: {self.facts}", "", self.meaning]
-        if self.words:
-            lines += ["", f"Values: {', '.join(self.words)}"]
-        if self.example:
-            lines += ["", f"Example: {self.example}"]
-        return "\n".join(lines)
-
-    def markdown(self) -> str:
-        """Return the description as Markdown."""
-        parts = [f"**{self.name}** — {self.facts}", self.meaning]
-        if self.words:
-            parts.append("Values: " + ", ".join(f"`{word}`" for word in self.words))
-        if self.example:
-            parts.append(f"```yaml\n{self.example}\n```")
-        return "\n\n".join(parts)
-
-
-# Not fields of the schema: the group belongs to %%etrain search alone, and its space has any names.
-_SEARCH_GROUPS = {
-    SEARCH: KeyHelp(
-        path=SEARCH,
-        takes="group of keys",
-        is_required=True,
-        meaning="Space, metric and limits of a hyper-parameter search, in `%%etrain search` only.",
-        example="search: {space: {lr: {low: 1e-5, high: 1e-1, log: true}}, metric: loss}",
-    ),
-    SPACE: KeyHelp(
-        path=SPACE,
-        takes="group of names",
-        is_required=True,
-        meaning="Values to search. Each name can be used in every expression and `!py` value.",
-        example="space: {width: {choice: [64, 128]}, lr: {low: 1e-5, high: 1e-1, log: true}}",
-    ),
-}
 
 
 def _takes(path: KeyPath, info: FieldInfo, words: tuple[str, ...]) -> str:
@@ -167,16 +101,9 @@ def describe(path: KeyPath, *, optimizer: str = "AdamW") -> KeyHelp | None:
         whole = field_at(METRICS)
         meaning = _meaning(whole) if whole else ""
         return KeyHelp(path=path, takes="Python expression", meaning=meaning)
-    if path in _SEARCH_GROUPS:
-        return _SEARCH_GROUPS[path]
-    if path[:-1] == SPACE:
-        return KeyHelp(
-            path=path,
-            takes="choice, range of integers or range of numbers",
-            meaning="Name in expressions and `!py` values of the cell, with one value per trial.",
-            example=f"{path[-1]}: {{low: 1e-5, high: 1e-1, log: true}}",
-        )
-    return _describe_field(path)
+    extra = extra_group(path)
+    found = extra.describe(path) if extra else None
+    return found or _describe_field(path)
 
 
 @cache

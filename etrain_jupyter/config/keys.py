@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 
+from etrain_jupyter import plugin
 from etrain_jupyter.config.cell import keys_of
 from etrain_jupyter.config.fields import Interval, Section, interval_words
 from etrain_jupyter.config.schema import OptimizerConfig, TrainConfig
-from etrain_jupyter.config.search_schema import Parameter, SearchConfig
 from etrain_jupyter.config.vocabulary import NAMED_LR, OPTIONS, SWITCHES, find_optimizer
 
 KeyPath = tuple[str, ...]
@@ -20,9 +21,6 @@ KeyPath = tuple[str, ...]
 
 OPTIMIZER: KeyPath = ("optimizer",)
 METRICS: KeyPath = ("metrics",)
-SEARCH: KeyPath = ("search",)
-"""The group that only ``%%etrain search`` has."""
-SPACE: KeyPath = ("search", "space")
 
 BOOLEANS = ("true", "false")
 COUNTED = ("steps", "epochs", "s", "min", "h")
@@ -31,17 +29,93 @@ COUNTED = ("steps", "epochs", "s", "min", "h")
 _INTERVALS = ("1 epoch", "200 steps", "5 min")
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeyHelp:
+    """Description of one key."""
+
+    path: KeyPath
+    takes: str
+    """Type and range of its value, for example ``whole number, 1 or more``."""
+    meaning: str
+    default: str = ""
+    """Default value as spelled in the cell. Empty if the key is required, or if no value has the
+    same effect as omitting the key."""
+    is_required: bool = False
+    words: tuple[str, ...] = ()
+    """Accepted words: all members of an enumeration, or the common ones."""
+    example: str = ""
+    """Example line of a body."""
+
+    @property
+    def name(self) -> str:
+        """Dotted name, for example ``batch.global``."""
+        return ".".join(self.path)
+
+    @property
+    def facts(self) -> str:
+        """Type and default, as one phrase."""
+        end = "; required" if self.is_required else ""
+        return f"{self.takes}{end}" + (f"; default {self.default}" if self.default else "")
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.facts}", "", self.meaning]
+        if self.words:
+            lines += ["", f"Values: {', '.join(self.words)}"]
+        if self.example:
+            lines += ["", f"Example: {self.example}"]
+        return "\n".join(lines)
+
+    def markdown(self) -> str:
+        """Return the description as Markdown."""
+        parts = [f"**{self.name}** — {self.facts}", self.meaning]
+        if self.words:
+            parts.append("Values: " + ", ".join(f"`{word}`" for word in self.words))
+        if self.example:
+            parts.append(f"```yaml\n{self.example}\n```")
+        return "\n\n".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtraGroup:
+    """A group of keys that only the body of a plug-in's cell command has.
+
+    One of its keys is a group in which every key is a name that the user defines. The expressions
+    of the cell can use these names.
+    """
+
+    section: type[Section]
+    """Its other keys."""
+    names: KeyPath
+    """Path of the group of names."""
+    named: type[Section]
+    """The group at each of these names."""
+    describe: Callable[[KeyPath], KeyHelp | None]
+    """Describes the group, the group of names, and a name in it; None for any other key."""
+    forms: tuple[str, ...] = ()
+    """Beginnings of the value of a name, for completion."""
+    answers: Mapping[str, str] = field(default_factory=dict)
+    """Hints by the lower-case keys that other tools have instead."""
+
+
+def extra_group(path: KeyPath) -> ExtraGroup | None:
+    """Return the group of a plug-in that a path belongs to; None for any other path."""
+    command = plugin.cells().get(path[0]) if path else None
+    found: ExtraGroup | None = plugin.load(command.group) if command else None
+    return found
+
+
 # --------------------------------------------------------------------------- where a key is allowed
 
 
 def group_at(path: KeyPath) -> type[Section] | None:
     """Return the group of keys at a path, or None if the path is not that of a group."""
     group: type[Section] | None = TrainConfig
-    if path[:2] == SPACE:
-        # Any name of the space is a parameter; the space itself has no fixed keys.
-        group, path = (Parameter if len(path) > 2 else None), path[3:]
-    elif path[:1] == SEARCH:
-        group, path = SearchConfig, path[1:]
+    extra = extra_group(path)
+    if extra is not None and path[:2] == extra.names:
+        # The group of names has no fixed keys.
+        group, path = (extra.named if len(path) > 2 else None), path[3:]
+    elif extra is not None:
+        group, path = extra.section, path[1:]
     for key in path:
         if group is None:
             return None
@@ -51,7 +125,9 @@ def group_at(path: KeyPath) -> type[Section] | None:
 
 def opens_group(path: KeyPath) -> bool:
     """Return whether there is a group of keys at a path."""
-    return path in (METRICS, SPACE) or group_at(path) is not None
+    extra = extra_group(path)
+    names = extra.names if extra else ()
+    return path in (METRICS, names) or group_at(path) is not None
 
 
 def keys_in(path: KeyPath) -> list[str]:
@@ -59,8 +135,9 @@ def keys_in(path: KeyPath) -> list[str]:
     group = group_at(path)
     if group is None:
         return []
-    own = list(keys_of(group))
-    return [SPACE[-1], *own] if path == SEARCH else own
+    extra = extra_group(path)
+    first = [extra.names[-1]] if extra and len(path) == 1 else []
+    return [*first, *keys_of(group)]
 
 
 def field_at(path: KeyPath) -> FieldInfo | None:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from etrain_jupyter.head.coordinator.nodes import NodeCost
+from etrain_jupyter.head.interfaces import HeadFacts
 from etrain_jupyter.head.local_workers import LocalNodes
-from etrain_jupyter.head.node_source import HeadFacts
 from etrain_jupyter.head.slots import Slot, make_slots
 from etrain_jupyter.process.cluster_dir import ClusterDir
 from etrain_jupyter.process.files import write_private
@@ -28,10 +28,11 @@ class LocalHeadNodes(LocalNodes):
         self._records = WorkerRecords(facts.cluster)
         self._scheduler_address = ""
         slots = open_slots(facts.cluster)
+        first, *others = (set(slot.environment.items()) for slot in slots)
         self._fork_server = ForkServerProcess(
             parent_pipe=facts.parent_pipe,
             log=facts.cluster.log("forks"),
-            environment=common_to(slots),
+            environment=dict(first.intersection(*others)),  # what all slots have in common
         )
         super().__init__(
             slots,
@@ -119,9 +120,3 @@ def open_slots(cluster: ClusterDir) -> list[Slot]:
     )
     write_private(path, json.dumps([asdict(slot) for slot in slots]))
     return slots
-
-
-def common_to(slots: Sequence[Slot]) -> dict[str, str]:
-    """Return the environment variables that have the same value in all slots."""
-    first, *others = (set(slot.environment.items()) for slot in slots)
-    return dict(first.intersection(*others))

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.head.head_coordinator import HeadCoordinator
-from etrain_jupyter.head.node_source import HeadFacts, HeadNodes
+from etrain_jupyter.head.interfaces import HeadCoordinator, HeadFacts, HeadNodes
 from etrain_jupyter.plugin import load
 from etrain_jupyter.process.cluster_dir import READY, START_FAILED, ClusterDir, Load, write_load
 from etrain_jupyter.process.entry import collect_garbage_rarely, die_with_parent, log_to_stderr

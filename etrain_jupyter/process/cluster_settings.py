@@ -40,7 +40,7 @@ class ClusterSettings:
     port: int = 0
     """Preferred port; 0 for any."""
     nodes: str = "etrain_jupyter.head.local_node_source:LocalHeadNodes"
-    """Factory for the node source, which starts and stops workers; see ``head.node_source``."""
+    """Factory for the node source, which starts and stops workers; see ``head.interfaces``."""
     spec: dict[str, Any] = field(default_factory=dict)
     """Settings of the node source, for example the pool's entry in ``pools.yaml``."""
 

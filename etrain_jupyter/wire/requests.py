@@ -263,21 +263,6 @@ class RemoveCoordinator(Request[Done], op="etrain_forget"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubmitStudy(Request[Submitted], op="etrain_submit_study"):
-    """Start a study, or resume one that has ended."""
-
-    study: dict[str, Any]
-    """The fields of ``head.studies.study_spec.StudySpec``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StopStudy(Request[Outcome], op="etrain_stop_study"):
-    """Stop a running study; its trials save checkpoints."""
-
-    study_id: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class TouchCluster(Request[ClusterIdentity], op="etrain_pool_touch"):
     """Reset the cluster's idle timer, because a job is about to be submitted."""
 

@@ -11,7 +11,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-HIDDEN = ("etrain_jupyter.plugins", "dask_jobqueue", "mlflow", "wandb")
+HIDDEN = ("etrain_jupyter.plugins", "dask_jobqueue", "mlflow", "optuna", "plotly", "wandb")
 
 
 class CoreFinder(PathFinder):

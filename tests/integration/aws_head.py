@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from etrain_jupyter.head.coordinator.nodes import JobProgress
-from etrain_jupyter.head.node_source import HeadFacts
+from etrain_jupyter.head.interfaces import HeadFacts
 from etrain_jupyter.plugins.ec2.head.nodes import AwsNodes
 from etrain_jupyter.plugins.ec2.simulator import FakeAws
 from etrain_jupyter.plugins.ec2.simulator.fixtures import point_boto_at

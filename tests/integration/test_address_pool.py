@@ -18,14 +18,12 @@ from etrain_jupyter import launch
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.log.events import LogLine, WorkerLost
 from etrain_jupyter.notebook.job.open_jobs import attach
-from etrain_jupyter.notebook.study.open_studies import attach_study
 from etrain_jupyter.pools.address import pool as address_module
 from etrain_jupyter.pools.address.pool import AddressPool
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from etrain_jupyter.testing.invariants import assert_invariants
 from tests.capabilities import long
-from tests.integration import test_search as searches
 from tests.integration.dask_cluster import ROOT, DaskCluster
 from tests.integration.slow_jobs import BODY, NAMES, PATIENCE_S, await_steps, submit, until
 
@@ -317,39 +315,6 @@ def test_cluster_with_its_own_certificates_trains_and_rejects_all_others(
         assert attach(job.id).workers()[0]["address"].startswith("tls://")
         assert pool.down(timeout_s=60.0) == Leftovers()
         assert job.wait(timeout=PATIENCE_S) == "stopped"
-
-
-# --- searches ---
-
-
-@pytest.mark.slow
-@long
-def test_study_of_a_killed_scheduler_is_lost_and_another_scheduler_continues_it(
-    cluster: DaskCluster, runs: Path
-) -> None:
-    for _ in range(2):
-        cluster.start_worker()
-    flags = {"name": "net", "pool": cluster.address}
-    plan = launch.plan_search(searches.BODY, searches.NAMES, flags, "%%etrain search")
-    study = launch.submit_study(plan)
-    until(lambda: any(trial.curve for trial in study.view().trials), "an evaluation")
-    assert study.status == "running"
-
-    cluster.kill("scheduler")
-    assert study.status == attach_study("net").status == "lost"
-    cluster.end_workers()
-    cluster.start_scheduler()
-    for _ in range(2):
-        cluster.start_worker()
-    study.resume()
-
-    assert study.wait(timeout=PATIENCE_S) == "finished"
-    trials = study.view().trials
-    assert [trial.number for trial in trials] == [0, 1, 2, 3]
-    assert {trial.state for trial in trials} <= {"COMPLETE", "PRUNED"}
-    for trial in trials:
-        assert_invariants(study.job(trial.number).events())
-    assert AddressPool(cluster.address).down(timeout_s=60.0) == Leftovers()
 
 
 # --- unreachable schedulers ---

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from etrain_jupyter import launch
 from etrain_jupyter.errors import JobNotFoundError
 from etrain_jupyter.log.event_log import read_events
 from etrain_jupyter.log.events import (
@@ -27,8 +26,9 @@ from etrain_jupyter.log.events import (
     SchedulerRestarted,
     WorkerLost,
 )
-from etrain_jupyter.notebook.study.open_studies import attach_study
-from etrain_jupyter.notebook.study.study import Study
+from etrain_jupyter.plugins.search.commands import plan_search
+from etrain_jupyter.plugins.search.open_studies import attach_study, submit_study
+from etrain_jupyter.plugins.search.study import Study
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.local import LocalPool
 from etrain_jupyter.process.cluster_dir import cluster_dirs
@@ -146,8 +146,7 @@ def cluster(runs: Path) -> Iterator[None]:
 
 
 def submit(body: str = BODY, **names: Any) -> Study:
-    plan = launch.plan_search(body, NAMES | names, {"name": "net"}, "%%etrain search")
-    return launch.submit_study(plan)
+    return submit_study(plan_search(body, NAMES | names, {"name": "net"}, "%%etrain search"))
 
 
 def test_study_finds_the_best_values_and_its_trials_are_jobs(runs: Path) -> None:

@@ -23,8 +23,8 @@ MODULES = sorted(ROOT.rglob("*.py"))
 # one; from its own floor only where it says so below.
 FLOORS = (
     {"magics", "cli", "api", "__main__", "__init__"},
-    {"launch"},
     {"plugins"},
+    {"launch"},
     {"notebook", "recipes"},
     {"insight"},
     {"pools"},
@@ -48,7 +48,7 @@ CONFINED: dict[str, tuple[str, ...]] = {
     "anywidget": ("notebook.dashboard",),
     "ipywidgets": ("notebook.dashboard",),
     "distributed": ("head", "worker", "pools", "plugins", "notebook.job", "process"),
-    "optuna": ("storage.study_folder", "head.studies", "notebook.study"),
+    "optuna": ("plugins.search",),
     "mlflow": ("plugins.trackers",),
     "wandb": ("plugins.trackers",),
 }
@@ -62,8 +62,6 @@ STILL_NAMED = (
     # S3, whose client is boto3
     "storage.objects", "storage.bucket_log.objects", "storage.checkpoints", "config.store_url",
     "data.places", "testing.s3_server",
-    # the search, which is not a plug-in yet
-    "storage.study_folder", "head.studies", "notebook.study", "rules.search",
     "config.schema",  # loggers in the help of log.to
     "process.state_root",  # environment variables that a local pool's workers inherit
     "testing.fakeaws",  # for notebooks, which import the simulator from here

@@ -303,7 +303,11 @@ def test_unknown_subcommand_suggests_the_nearest_and_fails_the_cell(run: Run) ->
             "%etrain distributed -o job\nmodel: Net()\nloss: F.mse_loss\nepochs: 3 h\n",
             "two percent signs",
         ),
-        ("%etrain search\nmodel: Net()\nepochs: 3 h\n", "two percent signs: %%etrain search"),
+        pytest.param(
+            "%etrain search\nmodel: Net()\nepochs: 3 h\n",
+            "two percent signs: %%etrain search",
+            marks=pytest.mark.plugins,
+        ),
         ("%%etrain distributed --worker 4\nmodel: Net\n", "add 'workers: {min: 1, max: 4}'"),
         (
             "%%etrain distributed --batch-size 4\nmodel: Net\n",

@@ -50,8 +50,16 @@ def test_every_reference_of_our_plug_ins_can_be_loaded() -> None:
     settings = ClusterSettings()
     references = [settings.coordinator, settings.supervisor, settings.nodes]
     for one in plugin.installed().values():
-        references += [one.words, one.notices, *one.public.values(), *one.loggers.values()]
+        references += [
+            one.words,
+            one.notices,
+            one.service,
+            *one.public.values(),
+            *one.loggers.values(),
+        ]
         references += [part for each in one.commands for part in (each.run, each.cell)]
+        for cell in one.cells.values():
+            references += [cell.run, cell.parser, cell.help, cell.group]
         for kind in one.pools.values():
             references += [kind.make, kind.of_cluster, kind.address_of]
             references += [kind.check, kind.find, kind.check_all]
@@ -69,7 +77,7 @@ def test_looking_for_plug_ins_loads_no_library_of_theirs() -> None:
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert done.stdout.split() == ["4", "set()"]
+    assert done.stdout.split() == ["5", "set()"]
 
 
 def test_sub_command_of_another_package(acme: Path) -> None:
@@ -112,7 +120,7 @@ def test_broken_plug_in_is_left_out_with_a_warning(
     with caplog.at_level(logging.WARNING):
         found = plugin.installed()
 
-    assert list(found) == ["ec2", "planner", "slurm", "trackers", "acme"]
+    assert list(found) == ["ec2", "planner", "search", "slurm", "trackers", "acme"]
     assert "the plug-in 'missing' (acme_etrain:NOTHING) is not used" in caplog.text
 
 

@@ -12,28 +12,30 @@ from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 
+from etrain_jupyter import plugin
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.bundles import HeadBundles
 from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.coordinator.fault_injection import Injector
 from etrain_jupyter.head.coordinator.hosted_jobs import HostedJobs
-from etrain_jupyter.head.coordinator.kernel_requests import Handler, KernelRequests
+from etrain_jupyter.head.coordinator.kernel_requests import KernelRequests
 from etrain_jupyter.head.coordinator.modes import Recovering, Serving
 from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost, NodeSource
 from etrain_jupyter.head.coordinator.notices import Notices
 from etrain_jupyter.head.coordinator.requests import JobRequests
 from etrain_jupyter.head.coordinator.roster import MachineFacts, WorkerRoster
+from etrain_jupyter.head.coordinator.services import Handler, Service
 from etrain_jupyter.head.coordinator.sharing import Sharing
 from etrain_jupyter.head.coordinator.supervisors import Acknowledgements, Supervisors
-from etrain_jupyter.head.head_coordinator import HeadCoordinator
+from etrain_jupyter.head.interfaces import HeadCoordinator
 from etrain_jupyter.head.jobs.costs import CostLog
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_records import JobRecords
 from etrain_jupyter.head.jobs.job_spec import JobSpec
-from etrain_jupyter.head.jobs.job_views import report_progress
-from etrain_jupyter.head.studies.studies import Studies
 from etrain_jupyter.log import events
+from etrain_jupyter.rules.costs import rates_by_type
 from etrain_jupyter.rules.membership import stimuli as s
+from etrain_jupyter.rules.sizing.step_time import exchange_of
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
 
@@ -82,9 +84,11 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._machines = MachineFacts(nodes, self._workers)
         self._supervisors = Supervisors(self._workers, self._acknowledgements, self.warn)
         self._jobs = HostedJobs(self._host, records, self._defects)
-        self._studies = Studies(self)
+        self._services: list[Service] = [
+            plugin.load(one.service)(self) for one in plugin.installed().values() if one.service
+        ]
         active = self._jobs.active
-        self._sharing = Sharing(nodes, self._workers, active, studies=self._studies.shares)
+        self._sharing = Sharing(nodes, self._workers, active, services=self._services)
         self._notices = Notices(self._workers, active, self.allocate, nodes)
         self._injector = Injector(nodes, self._workers, self._notices)
         self._requests = JobRequests(
@@ -107,7 +111,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             cluster_id=cluster_id,
             on_shutdown=on_shutdown,
             jobs=self._jobs,
-            studies=self._studies,
+            services=self._services,
             roster=self._workers,
             machines=self._machines,
             requests=self._requests,
@@ -124,7 +128,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             send_all=self._supervisors.send_all,
             describe_worker=self._machines.describe,
             before_end=self._costs.report_final,
-            on_events=self._report_to_studies,
+            on_events=self._report_to_services,
             defects=self._defects,
             hang_s=self._hang_s,
             **more,
@@ -133,11 +137,12 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
     # --- start and end ---
 
     def replay(self, folder: Path, *, died_at: float) -> None:
-        """Keep records in a folder, and take over jobs and studies of the previous scheduler."""
+        """Keep records in a folder, and take over what the previous scheduler ran."""
         replayed = self._jobs.replay(folder)
         if replayed:
             self._mode = Recovering(died_at, replayed)
-        self._studies.replay(folder)
+        for service in self._services:
+            service.replay(folder)
 
     async def start(self, scheduler: Scheduler) -> None:
         """Register the handlers and start ticking. Called by the scheduler."""
@@ -157,7 +162,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     async def close(self) -> None:
         """Stop ticking, and upload the logs of ended jobs. Called as the scheduler closes."""
-        await self._studies.close()
+        for service in self._services:
+            await service.close()
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -177,7 +183,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         # roster's clock before checking timeouts, so that no worker is evicted because this process
         # was suspended.
         now = clock.now()
-        self._studies.start()
+        for service in self._services:
+            service.start()
         self._jobs.write_logs()
         self._supervisors.acknowledge(now)
         asleep_s = self._workers.tick(now)
@@ -238,7 +245,8 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self.free_ended()
 
     def _stop_all(self) -> None:
-        self._studies.stop_all(self.halted)
+        for service in self._services:
+            service.stop_all(self.halted)
         self._jobs.stop_all()
 
     def is_busy(self, worker: str) -> bool:
@@ -251,7 +259,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def idle_s(self) -> float:
         """Return the seconds since the last job ended; 0.0 while a job or its upload is active."""
-        return 0.0 if self._studies.is_active else self._jobs.idle_s()
+        return 0.0 if any(one.is_active for one in self._services) else self._jobs.idle_s()
 
     # --- workers ---
 
@@ -363,16 +371,17 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         """Raise a ``RequestError`` while a job is being taken over."""
         self._mode.check_request(job)
 
-    # --- studies ---
+    # --- services ---
 
-    def _report_to_studies(self, job_id: str, new: Sequence[events.Event]) -> None:
-        # Watched, because an exception here must not keep the job from handling its report.
-        with self._defects.watch(None, f"passing events of {job_id} to its study"):
-            self._studies.take_events(job_id, new)
+    def _report_to_services(self, job_id: str, new: Sequence[events.Event]) -> None:
+        for service in self._services:
+            # Watched, because an exception here must not keep the job from handling its report.
+            with self._defects.watch(None, f"passing events of {job_id} to a plug-in"):
+                service.take_events(job_id, new)
 
     @property
     def is_ready(self) -> bool:
-        """False while the workers of the previous scheduler reconnect; see ``TrialHost``."""
+        """False while the workers of the previous scheduler reconnect; see ``ServiceHost``."""
         return self._mode is self._serving
 
     @property
@@ -380,12 +389,16 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         """Number of workers that can train at the same time without slowing each other down."""
         return self._sharing.capacity()
 
+    async def check_submission(self, folder: Path) -> None:
+        """Raise a ``RequestError`` if the pool starts no more workers."""
+        self._kernel_requests.check_halted()
+
     def find_job(self, job_id: str) -> HostedJob | None:
         """Return a job of this scheduler, also one that has ended."""
         return self._jobs.get(job_id)
 
     async def host_job(self, spec: JobSpec) -> None:
-        """Start or resume a job for a study."""
+        """Start or resume a job of a service."""
         await self._jobs.open(spec)
         self.allocate()
 
@@ -393,3 +406,29 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         """Free the resources of ended jobs, and share the workers again."""
         self.free_ended()
         self.allocate()
+
+
+def report_progress(job: HostedJob) -> JobProgress:
+    """Return the job's progress, for a pool that plans for deadlines."""
+    record, state = job.record, job.state
+    plan, gradient_bytes = record.plan, 0.0
+    if plan is not None and plan.num_parameters:
+        gradient_bytes = exchange_of(
+            num_parameters=plan.num_trained_parameters,
+            compression=str(job.spec.config.get("compression") or "none"),
+            passes=1,
+        ).num_bytes
+    return JobProgress(
+        job_id=state.job_id,
+        attempt_at=record.attempt_at,
+        first_step=record.attempt_step,
+        step=record.step,
+        total_steps=record.total_steps if record.is_planned else 0,
+        num_workers=state.members.num_in("ranked") if state.status == "running" else 0,
+        min_workers=state.min_workers,
+        max_workers=job.tuning.wanted_workers(state),
+        is_paused=state.status == "paused",
+        gradient_bytes=gradient_bytes,
+        steps_per_s=1 / record.step_s if record.step_s else 0.0,
+        type_rates=rates_by_type(record.work) if job.spec.splits_by_speed else {},
+    )

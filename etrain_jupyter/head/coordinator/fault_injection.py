@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.nodes import NodeSource
 from etrain_jupyter.head.coordinator.notices import Notices
@@ -16,32 +18,29 @@ CHAOS_NOTICE_S = 10.0
 """Seconds from a random notice until the worker is killed."""
 
 
+@dataclass
 class Injector:
-    """Inject faults into workers and their trainers, and log them.
+    """Inject faults into workers and their trainers, and log them."""
 
-    Args:
-        nodes: Kills workers.
-        roster: The connected workers.
-        notices: Announces that machines will be reclaimed.
-    """
-
-    def __init__(self, nodes: NodeSource, roster: WorkerRoster, notices: Notices) -> None:
-        self._nodes = nodes
-        self._roster = roster
-        self._notices = notices
-        self._chaos: dict[str, Chaos] = {}
+    nodes: NodeSource
+    """Kills workers."""
+    roster: WorkerRoster
+    """The connected workers."""
+    notices: Notices
+    """Announces that machines will be reclaimed."""
+    _chaos: dict[str, Chaos] = field(default_factory=dict, init=False)
 
     def inject(self, job: HostedJob, worker: str, kind: str, *, notice_s: float) -> None:
         """Inject one fault into one of a job's workers."""
         member = job.state.of_worker(worker)
-        facts = self._roster.get(worker)
+        facts = self.roster.get(worker)
         if member is None or facts is None:
             return  # it is already gone
         job.log(events.FaultInjected, worker=worker, fault=kind, step=job.state.step)
         if kind == "notice":
             self.give_notice(worker, notice_s)
         elif kind in ("worker", "kill_worker"):
-            self._nodes.kill(worker)
+            self.nodes.kill(worker)
             # A pool whose workers are managed elsewhere cannot kill them, so the supervisor kills
             # its own process. If the pool has killed the worker, the message is lost.
             job.commands.send(InjectFault(trainer=member.trainer, kind_of_fault="kill_worker"))
@@ -51,9 +50,9 @@ class Injector:
 
     def give_notice(self, worker: str, notice_s: float) -> None:
         """Announce that a worker's machine will be reclaimed."""
-        facts = self._roster.get(worker)
+        facts = self.roster.get(worker)
         if facts is not None:
-            self._notices.interrupt(facts, left_s=notice_s)
+            self.notices.interrupt(facts, left_s=notice_s)
 
     def commit_planned(self, job: HostedJob) -> None:
         """Inject the planned faults whose step has been committed."""

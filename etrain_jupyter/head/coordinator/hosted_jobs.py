@@ -58,14 +58,11 @@ class HostedJobs(dict[str, HostedJob]):
             raise UnknownJobError(f"job {job_id} is not on this cluster")
         return self[job_id]
 
-    @property
-    def has_unfinished(self) -> bool:
-        """True while a job is active, or the log of an ended job is being uploaded."""
-        return any(not job.state.is_ended or job.is_uploading for job in self.values())
-
     def idle_s(self) -> float:
-        """Return the seconds since the last job ended; 0.0 while one is unfinished."""
-        return 0.0 if self.has_unfinished else time.monotonic() - self._idle_since
+        """Return the seconds since the last job ended; 0.0 while a job or its upload is active."""
+        if any(not job.state.is_ended or job.is_uploading for job in self.values()):
+            return 0.0
+        return time.monotonic() - self._idle_since
 
     async def open(self, spec: JobSpec) -> None:
         """Start or resume a job."""

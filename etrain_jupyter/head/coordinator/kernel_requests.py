@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,18 +16,13 @@ from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.coordinator.hosted_jobs import HostedJobs
 from etrain_jupyter.head.coordinator.requests import JobRequests, RequestError
 from etrain_jupyter.head.coordinator.roster import MachineFacts, WorkerRoster
+from etrain_jupyter.head.coordinator.services import Handler, Service
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_spec import JobSpec
-from etrain_jupyter.head.jobs.job_views import list_members, summarize_job
-from etrain_jupyter.head.studies.studies import Studies
-from etrain_jupyter.head.studies.study_spec import StudySpec
 from etrain_jupyter.wire import requests as q
 
 COALESCE_S = 0.05
 """Minimum interval in seconds between replies with new events, so that each carries several."""
-
-Handler = Callable[[Any], Awaitable[Any]]
-"""Handler for one kind of kernel request."""
 
 
 class Cluster(Protocol):
@@ -44,7 +39,7 @@ class Cluster(Protocol):
         """Raise a ``RequestError`` while a job cannot take requests."""
 
     def idle_s(self) -> float:
-        """Return the seconds since the last job or study ended; 0.0 while one is active."""
+        """Return the seconds since the last job ended; 0.0 while a job or a service is active."""
 
     def allocate(self) -> None:
         """Share the workers among the jobs."""
@@ -62,7 +57,7 @@ class KernelRequests:
     on_shutdown: Callable[[], None]
     """Shuts down the scheduler's process."""
     jobs: HostedJobs
-    studies: Studies
+    services: Sequence[Service]
     roster: WorkerRoster
     machines: MachineFacts
     requests: JobRequests
@@ -74,7 +69,10 @@ class KernelRequests:
 
     def handlers(self) -> dict[type[q.Request[Any]], Handler]:
         """Return the handler for each kind of request."""
-        return {
+        of_services = {
+            kind: handler for one in self.services for kind, handler in one.handlers().items()
+        }
+        return of_services | {
             q.SubmitJob: self.submit,
             q.PutBundle: self.put_bundle,
             q.FetchBundle: self.read_bundle,
@@ -84,8 +82,6 @@ class KernelRequests:
             q.ListWorkers: self.list_workers,
             q.DescribeCluster: self.describe,
             q.ShutDownCluster: self.shut_down,
-            q.SubmitStudy: self.submit_study,
-            q.StopStudy: self.stop_study,
         }
 
     async def submit(self, request: q.SubmitJob) -> q.Submitted:
@@ -98,7 +94,7 @@ class KernelRequests:
                 f"step {known.state.step}. Nothing was submitted. Follow it with %etrain attach, "
                 "or stop it with %etrain stop, which saves a checkpoint, and then resume it."
             )
-        self._check_halted()
+        self.check_halted()
         self.requests.check_capacity(spec.min_workers, "Nothing was submitted")
         if not await self.bundles.is_here(spec):
             return q.Submitted(wants_bundle=True)
@@ -113,7 +109,8 @@ class KernelRequests:
         self.cluster.allocate()
         return q.Submitted(job_id=spec.job_id)
 
-    def _check_halted(self) -> None:
+    def check_halted(self) -> None:
+        """Refuse a submission to a pool that starts no more workers."""
         if self.cluster.halted:
             raise RequestError(
                 f"{self.cluster.halted}. Nothing was submitted. Shut down the pool with "
@@ -131,7 +128,7 @@ class KernelRequests:
 
     async def list_jobs(self, request: q.ListJobs) -> q.JobList:
         """Return a summary of each job."""
-        return q.JobList(jobs=tuple(summarize_job(job) for job in self.jobs.values()))
+        return q.JobList(jobs=tuple(_summarize(job) for job in self.jobs.values()))
 
     async def fetch_events(self, request: q.FetchEvents) -> q.EventBatch:
         """Return the new events of a job when there are some, or after ``wait_s``."""
@@ -158,7 +155,7 @@ class KernelRequests:
 
     async def list_workers(self, request: q.ListWorkers) -> q.WorkerList:
         """Return one record for each worker of a job."""
-        records = list_members(self.jobs.find(request.job_id))
+        records = _list_members(self.jobs.find(request.job_id))
         for record in records:
             facts = self.roster.get(record["worker"])
             record["address"] = facts.address if facts else ""
@@ -200,7 +197,7 @@ class KernelRequests:
         return q.ShuttingDown()
 
     async def save_and_stop(self, request: q.ShutDownCluster) -> None:
-        """Stop all studies and jobs, each with a checkpoint if there is time for one."""
+        """Stop all services and jobs, each with a checkpoint if there is time for one."""
         why = f"the cluster was shut down by {request.by or 'an unknown process'}"
         deadline = time.monotonic() + request.drain_s
         # A job that is being taken over does not know its trainers yet: it could not save.
@@ -208,7 +205,8 @@ class KernelRequests:
             await asyncio.sleep(COALESCE_S)
         #   StopRequested(now=False)  deadline                 StopRequested(now=True)
         #       |--- last checkpoint ----|--- if still active ------|
-        self.studies.stop_all(why)
+        for service in self.services:
+            service.stop_all(why)
         self.jobs.stop_all(why)
         while not self.cluster.idle_s() and time.monotonic() < deadline:
             await asyncio.sleep(COALESCE_S)
@@ -216,13 +214,38 @@ class KernelRequests:
         self.jobs.stop_all(unsaved, now=True)
         self.cluster.free_ended()
 
-    async def submit_study(self, request: q.SubmitStudy) -> q.Submitted:
-        """Start or resume a study."""
-        self._check_halted()
-        spec = StudySpec.from_message(request.study)
-        self.studies.submit(spec)
-        return q.Submitted(job_id=spec.study_id)
 
-    async def stop_study(self, request: q.StopStudy) -> q.Outcome:
-        """Stop a study."""
-        return q.Outcome(message=self.studies.stop(request.study_id))
+def _summarize(job: HostedJob) -> dict[str, Any]:
+    """Return the job's row in the list of jobs."""
+    state = job.state
+    plan = job.record.plan if job.record.is_planned else None
+    return {
+        "job_id": state.job_id,
+        "name": job.spec.name,
+        "status": state.status,
+        "step": state.step,
+        "total_steps": plan.total_steps if plan is not None else 0,
+        "world_size": state.members.num_in("ranked", "reported"),
+        "generation": state.generation,
+        "run_dir": str(job.spec.run_dir),
+    }
+
+
+def _list_members(job: HostedJob) -> list[dict[str, Any]]:
+    """Return one record per member: worker, rank, state, device, trainer_pid."""
+    records = []
+    ranks = {name: rank for rank, name in enumerate(job.messages.step_clock.ranks)}
+    for member in job.state.in_phase("ranked", "reported", "warm", "starting"):
+        facts = job.trainers[member.trainer]
+        is_ranked = member.phase == "ranked"
+        records.append(
+            {
+                "worker": member.worker,
+                "rank": ranks.get(member.trainer) if is_ranked else None,
+                "state": "training" if is_ranked else member.phase,
+                "device": facts.device,
+                "trainer_pid": facts.pid,
+                "leaving": member.leaving,
+            }
+        )
+    return records

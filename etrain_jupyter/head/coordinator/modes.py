@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from etrain_jupyter.head.coordinator.defects import Defects
 from etrain_jupyter.head.coordinator.fault_injection import Injector
@@ -29,63 +30,42 @@ RETURN_S = 30.0
 """Reconnect timeout in seconds for a worker whose process is alive, or whose state is unknown."""
 
 
+@dataclass(kw_only=True)
 class Serving:
-    """The coordinator's mode while all its workers are known.
+    """The coordinator's mode while all its workers are known."""
 
-    Args:
-        active: Returns the active jobs.
-        roster: The connected workers.
-        sharing: Shares them among the jobs.
-        notices: Handles notices about machines.
-        injector: Injects planned faults.
-        acknowledgements: Tracks which reports have been handled.
-        costs: Shares the costs among the jobs.
-        defects: Logs exceptions in our own code.
-        send_to: Sends a message to a worker's supervisor.
-    """
-
-    def __init__(
-        self,
-        *,
-        active: Callable[[], list[HostedJob]],
-        roster: WorkerRoster,
-        sharing: Sharing,
-        notices: Notices,
-        injector: Injector,
-        acknowledgements: Acknowledgements,
-        costs: CostLog,
-        defects: Defects,
-        send_to: Send,
-    ) -> None:
-        self._active = active
-        self._roster = roster
-        self._sharing = sharing
-        self._notices = notices
-        self._injector = injector
-        self._acknowledgements = acknowledgements
-        self._costs = costs
-        self._defects = defects
-        self._send_to = send_to
-        self._has_newcomers = False  # workers that connected after the workers were shared
+    active: Callable[[], list[HostedJob]]
+    """Returns the active jobs."""
+    roster: WorkerRoster
+    sharing: Sharing
+    notices: Notices
+    injector: Injector
+    acknowledgements: Acknowledgements
+    costs: CostLog
+    defects: Defects
+    send_to: Send
+    """Sends a message to a worker's supervisor."""
+    _has_newcomers: bool = field(default=False, init=False)
+    """True if workers connected after the workers were shared."""
 
     # --- the same methods as ``Recovering`` ---
 
     def deciding_jobs(self) -> list[HostedJob]:
         """Return the jobs to tick: all active ones."""
-        return self._active()
+        return self.active()
 
     def is_busy(self, worker: str) -> bool:
         """Return whether a job uses a worker."""
-        return any(job.state.of_worker(worker) for job in self._active())
+        return any(job.state.of_worker(worker) for job in self.active())
 
     def allocate(self) -> None:
         """Share the workers among the jobs."""
         self._has_newcomers = False
-        self._sharing.allocate()
+        self.sharing.allocate()
 
     def take_costs(self, costs: Sequence[NodeCost]) -> None:
         """Split the nodes' costs so far among the jobs."""
-        self._costs.take(costs, self._active())
+        self.costs.take(costs, self.active())
 
     def greet(self, worker: str, trainers: Mapping[str, m.TrainerSummary]) -> None:
         """Make a newly registered worker available to the jobs."""
@@ -94,7 +74,7 @@ class Serving:
             self.release_unknown(worker, trainers)
         # Sharing takes time proportional to the number of workers. When hundreds of them connect,
         # it is done once for all that have connected since the last tick.
-        if len(self._roster) <= SHARED_AT_ONCE:
+        if len(self.roster) <= SHARED_AT_ONCE:
             self.allocate()
         else:
             self._has_newcomers = True
@@ -106,28 +86,28 @@ class Serving:
 
     def lose(self, facts: WorkerFacts, cause: str, *, detected_s: float = 0.0) -> None:
         """Have the jobs continue without a lost worker."""
-        for job in self._active():
+        for job in self.active():
             job.handle(s.WorkerGone(worker=facts.name, cause=cause, detected_s=detected_s))
         self.allocate()
 
     def take(self, message: Held, worker: WorkerFacts) -> None:
         """Handle a notice, or a report unless we or the previous scheduler already handled it."""
         if isinstance(message, m.MachineNotice):
-            self._notices.take(message, worker)
+            self.notices.take(message, worker)
             return
         number = message.number
-        if number and not self._acknowledgements.is_new(worker.name, number):
+        if number and not self.acknowledgements.is_new(worker.name, number):
             return
         job = self.job_of(message.trainer, worker)
         try:
             if job is not None:
                 job.take_report(message)
-                self._injector.commit_planned(job)
+                self.injector.commit_planned(job)
         finally:
             # Acknowledge the report even after an exception: it would fail again each time it is
             # resent.
             if number:
-                self._acknowledgements.take(worker.name, number, [job] if job else [])
+                self.acknowledgements.take(worker.name, number, [job] if job else [])
 
     def check_request(self, job: HostedJob) -> None:
         """Accept every request."""
@@ -143,32 +123,28 @@ class Serving:
     ) -> None:
         """Have each job adopt its surviving trainers."""
         for job in jobs:
-            with self._defects.watch(job, "adopting its trainers"):
+            with self.defects.watch(job, "adopting its trainers"):
                 job.adopt(summaries, away_s=away_s)
 
     def replay_notices(self, deadlines: Mapping[str, float], at_risk: Collection[str]) -> None:
         """Restore the notices logged by the previous scheduler."""
-        self._notices.replay(deadlines, at_risk)
+        self.notices.replay(deadlines, at_risk)
 
     def take_held(self, message: Held, worker: str) -> None:
         """Handle a held message, if its worker is still connected."""
-        facts = self._roster.get(worker)
+        facts = self.roster.get(worker)
         if facts is not None:
-            doing = f"handling a held {type(message).__name__}"
-            with self._defects.watch(self._job_named(message), doing):
+            job_id = "" if isinstance(message, m.MachineNotice) else message.job_id
+            job = next((job for job in self.active() if job.spec.job_id == job_id), None)
+            with self.defects.watch(job, f"handling a held {type(message).__name__}"):
                 self.take(message, facts)
-
-    def _job_named(self, message: Held) -> HostedJob | None:
-        if isinstance(message, m.MachineNotice):
-            return None
-        return next((j for j in self._active() if j.spec.job_id == message.job_id), None)
 
     def release_unknown(self, worker: str, trainers: Iterable[str]) -> None:
         """Release a worker's trainers that belong to no active job."""
-        known = {name for job in self._active() for name in job.state.members}
+        known = {name for job in self.active() for name in job.state.members}
         for name in trainers:
             if name not in known:
-                self._send_to(worker, m.ShutDownTrainer(trainer=name))
+                self.send_to(worker, m.ShutDownTrainer(trainer=name))
 
     # --- lookups ---
 
@@ -176,7 +152,7 @@ class Serving:
         """Return a trainer's active job; None unless that job launched it on this worker."""
         # Do not trust the job id in the name: a compromised worker may send any name, but must not
         # report for other workers' trainers.
-        for job in self._active():
+        for job in self.active():
             facts = job.trainers.get(trainer)
             if facts is not None and facts.worker == worker.name:
                 return job

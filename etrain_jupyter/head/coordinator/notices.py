@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.nodes import NodeSource
@@ -17,27 +18,17 @@ SAME_S = 1.0
 """Deadlines that differ by less than this are treated as equal: repeated notices vary slightly."""
 
 
+@dataclass
 class Notices:
-    """Pass notices on to the jobs and to the pool.
+    """Pass notices on to the jobs and to the pool."""
 
-    Args:
-        roster: The workers.
-        active: Returns the active jobs.
-        allocate: Redistributes the workers among the jobs.
-        nodes: The pool. It is notified before a replacement is requested.
-    """
-
-    def __init__(
-        self,
-        roster: WorkerRoster,
-        active: Callable[[], list[HostedJob]],
-        allocate: Callable[[], None],
-        nodes: NodeSource,
-    ) -> None:
-        self._nodes = nodes
-        self._roster = roster
-        self._active = active
-        self._allocate = allocate
+    roster: WorkerRoster
+    active: Callable[[], list[HostedJob]]
+    """Returns the active jobs."""
+    allocate: Callable[[], None]
+    """Redistributes the workers among the jobs."""
+    nodes: NodeSource
+    """The pool. It is notified before a replacement is requested."""
 
     def take(self, message: MachineNotice, worker: WorkerFacts) -> None:
         """Handle a supervisor's notice about its machine, which may be repeated."""
@@ -54,11 +45,11 @@ class Notices:
         if worker.leaves_at and worker.leaves_at < leaves_at + SAME_S:
             return  # a later deadline does not revoke an earlier one
         worker.leaves_at = leaves_at
-        self._nodes.note_notice(worker.name, kind=INTERRUPTION, deadline=deadline)
+        self.nodes.note_notice(worker.name, kind=INTERRUPTION, deadline=deadline)
         for job in self._jobs_on(worker.name):
             job.log(events.PreemptionNoticed, worker=worker.name, deadline=deadline)
             job.handle(self._notice_of(worker.name, leaves_at))
-        self._allocate()
+        self.allocate()
 
     def _note_risk(self, worker: WorkerFacts) -> None:
         """Request a replacement and a checkpoint; the worker keeps training."""
@@ -68,34 +59,34 @@ class Notices:
         if worker.at_risk or worker.leaves_at:
             return
         worker.at_risk = True
-        self._nodes.note_notice(worker.name, kind=REBALANCE)
+        self.nodes.note_notice(worker.name, kind=REBALANCE)
         for job in self._jobs_on(worker.name):
             job.log(events.RebalanceRecommended, worker=worker.name)
             for member in job.state.in_phase("ranked"):
                 job.commands.send(RequestCheckpoint(trainer=member.trainer))
-        self._allocate()
+        self.allocate()
 
     def replay(self, notices: Mapping[str, float], at_risk: Collection[str]) -> None:
         """Restore the notices from the previous scheduler's logs, which use wall time."""
         # They are in the logs already, so only the roster, the pool and the jobs are updated.
         for name in at_risk:
-            facts = self._roster.get(name)
+            facts = self.roster.get(name)
             if facts is not None:
                 facts.at_risk = True
-                self._nodes.note_notice(name, kind=REBALANCE)
+                self.nodes.note_notice(name, kind=REBALANCE)
         for name, deadline in notices.items():
-            facts = self._roster.get(name)
+            facts = self.roster.get(name)
             if facts is not None:
                 facts.leaves_at = clock.from_wall(deadline)
-                self._nodes.note_notice(name, kind=INTERRUPTION, deadline=deadline)
-                for job in self._active():
+                self.nodes.note_notice(name, kind=INTERRUPTION, deadline=deadline)
+                for job in self.active():
                     job.handle(self._notice_of(name, facts.leaves_at))
 
     def _notice_of(self, worker: str, deadline: float) -> s.WorkerNoticed:
-        trains_on = self._nodes.trains_after_notice
+        trains_on = self.nodes.trains_after_notice
         return s.WorkerNoticed(worker=worker, deadline=deadline, trains_on=trains_on)
 
     def _jobs_on(self, worker: str) -> Iterator[HostedJob]:
-        for job in self._active():
+        for job in self.active():
             if job.state.of_worker(worker) is not None:
                 yield job

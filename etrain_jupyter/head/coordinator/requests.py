@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from etrain_jupyter.head.coordinator import clock
@@ -50,28 +51,17 @@ class UnknownJobError(RequestError):
         super().__init__(message, kind=UNKNOWN_JOB)
 
 
+@dataclass(kw_only=True)
 class JobRequests:
-    """Carry out requests, and return a sentence describing the effect.
+    """Carry out requests, and return a sentence describing the effect."""
 
-    Args:
-        nodes: The pool, which limits the number of workers.
-        roster: The connected workers.
-        injector: Injects faults.
-        allocate: Redistributes the workers among the jobs.
-    """
-
-    def __init__(
-        self,
-        *,
-        nodes: NodeSource,
-        roster: WorkerRoster,
-        injector: Injector,
-        allocate: Callable[[], None],
-    ) -> None:
-        self._nodes = nodes
-        self._roster = roster
-        self._injector = injector
-        self._allocate = allocate
+    nodes: NodeSource
+    """The pool, which limits the number of workers."""
+    roster: WorkerRoster
+    """The connected workers."""
+    injector: Injector
+    allocate: Callable[[], None]
+    """Redistributes the workers among the jobs."""
 
     def do(self, job: HostedJob, request: str, args: dict[str, Any]) -> str:
         """Carry out one request.
@@ -88,7 +78,7 @@ class JobRequests:
 
     def check_capacity(self, min_workers: int, outcome: str) -> None:
         """Refuse a minimum number of workers that the pool can never reach."""
-        most = self._nodes.capacity()
+        most = self.nodes.capacity()
         if most is not None and min_workers > most:
             raise RequestError(
                 f"workers.min={min_workers} exceeds this pool's limit of {most} workers. "
@@ -130,12 +120,12 @@ class JobRequests:
                 f"other workers would be idle. Nothing was changed. Scale to {shards} or less, or "
                 f"start a job with reproducible: {{shards: {high}}}."
             )
-        most = self._nodes.capacity()
+        most = self.nodes.capacity()
         limit = ""
         if most is not None and high > most:
             limit, high = f"; max={high} exceeds this pool's limit of {most}", most
         job.handle(s.BoundsChanged(min_workers=low, max_workers=high))
-        self._allocate()
+        self.allocate()
         return f"trains on {low} to {high} workers from now on{limit}"
 
     def _checkpoint(self, job: HostedJob) -> str:
@@ -153,7 +143,7 @@ class JobRequests:
 
     def _preempt(self, job: HostedJob, worker: str | None = None, notice_s: float = 120.0) -> str:
         facts = self._victim(job, worker)
-        self._injector.give_notice(facts.name, notice_s)
+        self.injector.give_notice(facts.name, notice_s)
         alone = "or, if it holds the only copy of the state, once that is transferred or saved"
         return (
             f"{facts.name} will be terminated in {notice_s:g} s. It leaves at the next step "
@@ -162,7 +152,7 @@ class JobRequests:
 
     def _kill(self, job: HostedJob, worker: str | None = None) -> str:
         facts = self._victim(job, worker)
-        self._injector.inject(job, facts.name, "worker", notice_s=0.0)
+        self.injector.inject(job, facts.name, "worker", notice_s=0.0)
         return f"{facts.name} (process {facts.pid}) was killed"
 
     def _fault(self, job: HostedJob, kind: str, worker: str | None = None) -> str:
@@ -170,7 +160,7 @@ class JobRequests:
         if kind not in known:
             raise RequestError(f"unknown fault {kind!r}; known: {', '.join(known)}")
         facts = self._victim(job, worker)
-        self._injector.inject(job, facts.name, kind, notice_s=120.0)
+        self.injector.inject(job, facts.name, kind, notice_s=120.0)
         return f"{facts.name} {_OUTCOMES[kind]}"
 
     def _chaos(
@@ -184,7 +174,7 @@ class JobRequests:
         off: bool = False,
     ) -> str:
         if off:
-            was_on = self._injector.end_chaos(job)
+            was_on = self.injector.end_chaos(job)
             return "no more random faults" if was_on else "no random faults were active"
         # The seed is logged, so that the same faults can be repeated.
         seed = random.randrange(2**31) if seed is None else seed
@@ -196,7 +186,7 @@ class JobRequests:
             raise RequestError(str(exc)) from exc
         end = "until the job ends" if duration_s is None else f"for {duration_s:g} s"
         words = f"{mode} every {mtbf_s:g} s on average {end}, seed {seed}"
-        was_on = self._injector.begin_chaos(job, chaos, words)
+        was_on = self.injector.begin_chaos(job, chaos, words)
         again = "; they replace the previous ones" if was_on else ""
         return f"random faults: {words}{again}. To stop them, use %etrain chaos --off"
 
@@ -205,13 +195,13 @@ class JobRequests:
         ranked = [
             m.worker
             for m in job.state.in_phase("ranked")
-            if not m.leaving and m.worker in self._roster
+            if not m.leaving and m.worker in self.roster
         ]
         if worker is None and not ranked:
             raise RequestError("no worker is training now")
         name = ranked[-1] if worker is None else worker
         # A connected worker may belong to another job.
-        facts = self._roster.get(name)
+        facts = self.roster.get(name)
         if facts is None or job.state.of_worker(name) is None:
             known = ", ".join(m.worker for m in job.state.members.values()) or "none"
             raise RequestError(f"no worker {name!r} in this job; there are: {known}")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.nodes import NodeSource
 from etrain_jupyter.head.coordinator.roster import WorkerFacts, WorkerRoster
+from etrain_jupyter.head.coordinator.services import Service
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.log import events
 from etrain_jupyter.process.processes import num_usable_cores
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.rules.search.shares import StudyShare, share_studies
 from etrain_jupyter.rules.sizing.allocation import Claim, allocate
 from etrain_jupyter.rules.sizing.speed_evidence import SizingView
 from etrain_jupyter.rules.sizing.step_time import Placement
@@ -33,45 +34,37 @@ REVIEW_S = 2.0
 """Interval in seconds between two reviews of the jobs' sizes."""
 
 
+@dataclass
 class Sharing:
-    """Share the workers of one pool among the jobs of one cluster.
+    """Share the workers of one pool among the jobs of one cluster."""
 
-    Args:
-        nodes: The pool.
-        roster: Its connected workers.
-        active: Returns the active jobs.
-        studies: Returns how each running study shares its workers.
-    """
-
-    def __init__(
-        self,
-        nodes: NodeSource,
-        roster: WorkerRoster,
-        active: Callable[[], list[HostedJob]],
-        studies: Callable[[], Sequence[StudyShare]] = lambda: (),
-    ) -> None:
-        self._studies = studies
-        self._nodes = nodes
-        self._workers = roster
-        self._active = active
-        self._fitness = Fitness()
-        self._review_at = 0.0
+    nodes: NodeSource
+    """The pool."""
+    workers: WorkerRoster
+    """Its connected workers."""
+    active: Callable[[], list[HostedJob]]
+    """Returns the active jobs."""
+    services: Sequence[Service] = ()
+    """Services that limit the claims of their jobs."""
+    _fitness: Fitness = field(default_factory=lambda: Fitness(), init=False)
+    _review_at: float = field(default=0.0, init=False)
 
     def allocate(self) -> None:
         """Redistribute the workers, and request as many as all jobs together can use."""
         # A job that is about to end claims no workers, but its workers become free only once its
         # trainers have left, because they may be writing the last checkpoint. Workers at risk are
         # assigned last.
-        jobs = {job.state.job_id: job for job in self._active()}
+        jobs = {job.state.job_id: job for job in self.active()}
         ending = [job for job in jobs.values() if job.state.outcome]
         busy = {m.worker for job in ending for m in job.state.members.values()}
         soon = {m.worker for job in ending if _ends_soon(job) for m in job.state.members.values()}
         claims = [self._claim_of(job) for job in jobs.values() if not job.state.outcome]
-        staying = [w for w in self._workers if not w.leaves_at and w.name not in busy - soon]
+        staying = [w for w in self.workers if not w.leaves_at and w.name not in busy - soon]
         # Workers that are free in a moment are shared too, but not used yet. Otherwise, a new job
         # would take workers from the others, and give them back a moment later.
         usable = [w.name for w in sorted(staying, key=lambda w: (w.name in soon, w.at_risk))]
-        claims = share_studies(claims, usable, self._studies())
+        for service in self.services:
+            claims = list(service.limit_claims(claims, usable))
         for job_id, workers in allocate(claims, usable).items():
             free = tuple(worker for worker in workers if worker not in soon)
             jobs[job_id].handle(s.WorkersAssigned(workers=free))
@@ -79,9 +72,9 @@ class Sharing:
 
     def capacity(self) -> int:
         """Return how many workers can train at the same time without slowing each other down."""
-        most = self._nodes.capacity() or len(self._workers) or 1
+        most = self.nodes.capacity() or len(self.workers) or 1
         # On this machine, there are more slots than cores, so that a job can be scaled for a test.
-        return most if self._nodes.replaces_early else min(most, max(2, num_usable_cores()))
+        return most if self.nodes.replaces_early else min(most, max(2, num_usable_cores()))
 
     def review_sizes(self) -> bool:
         """Choose again how many workers the jobs with ``target: goodput`` take.
@@ -93,15 +86,15 @@ class Sharing:
         if now < self._review_at:
             return False
         self._review_at = now + REVIEW_S
-        jobs = [job for job in self._active() if job.spec.is_sized]
+        jobs = [job for job in self.active() if job.spec.is_sized]
         return any([job.tuning.review_size(self._view_of(job), job.state) for job in jobs])
 
     def _view_of(self, job: HostedJob) -> SizingView:
-        prices = [node.get("price_usd_per_h") or 0.0 for node in self._nodes.nodes()]
+        prices = [node.get("price_usd_per_h") or 0.0 for node in self.nodes.nodes()]
         priced = [price for price in prices if price > 0]
-        finish_by_s, least = self._nodes.finish_by_s, job.state.min_workers
+        finish_by_s, least = self.nodes.finish_by_s, job.state.min_workers
         # Workers that the pool cannot provide can never be measured.
-        most = self._nodes.capacity() or job.state.max_workers
+        most = self.nodes.capacity() or job.state.max_workers
         return SizingView(
             min_workers=least,
             max_workers=max(least, min(job.state.max_workers, most)),
@@ -114,9 +107,9 @@ class Sharing:
 
     def _placement(self) -> Placement:
         """Return where the workers run, as far as their addresses and devices show it."""
-        facts = list(self._workers)
+        facts = list(self.workers)
         per_host = Counter(one.address.rpartition(":")[0] for one in facts)
-        if self._nodes.replaces_early or len(per_host) > 1:
+        if self.nodes.replaces_early or len(per_host) > 1:
             return Placement(workers_per_machine=max(per_host.values(), default=1))
         if all(one.device.startswith("cpu") for one in facts):
             return Placement(cores=num_usable_cores())
@@ -130,21 +123,21 @@ class Sharing:
         #     on a shared machine, needed     immediately: it must warm up in time
         #     on a shared machine, surplus    at its release, so that no start-up competes with the
         #                                     change of generation
-        jobs = [job for job in self._active() if not job.state.outcome]
+        jobs = [job for job in self.active() if not job.state.outcome]
         kept = {
             member.worker for job in jobs if _is_short(job) for member in job.state.members.values()
         }
-        if self._nodes.replaces_early:
+        if self.nodes.replaces_early:
             used = self._used()
             leaving = [
                 w
-                for w in self._workers
+                for w in self.workers
                 if not w.is_released and (w.leaves_at or (w.at_risk and w.name in used))
             ]
         else:
-            leaving = [w for w in self._workers if w.leaves_at and w.name in kept]
+            leaving = [w for w in self.workers if w.leaves_at and w.name in kept]
         wanted = sum(job.tuning.wanted_workers(job.state) for job in jobs)
-        self._nodes.want(wanted + len(leaving), reason="jobs")
+        self.nodes.want(wanted + len(leaving), reason="jobs")
 
     def hand_back_noticed(self) -> None:
         """Release workers with a notice once the others train without them or time runs short."""
@@ -156,37 +149,37 @@ class Sharing:
         # machine, 60 s later elsewhere (TAKEN_S).
         used = self._used()
         is_changing = any(
-            j.state.phase == "running" and not j.state.current.is_ready for j in self._active()
+            j.state.phase == "running" and not j.state.current.is_ready for j in self.active()
         )
         now = clock.now()
-        for facts in self._workers:
+        for facts in self.workers:
             if not facts.leaves_at:
                 continue
             left_s = facts.leaves_at - now
             if facts.name not in used and (not is_changing or left_s < HAND_BACK_S):
                 self._hand_back(facts, left_s)
-            elif left_s < (-TAKEN_S if self._nodes.replaces_early else 0.0):
-                self._nodes.kill(facts.name)
+            elif left_s < (-TAKEN_S if self.nodes.replaces_early else 0.0):
+                self.nodes.kill(facts.name)
 
     def _hand_back(self, facts: WorkerFacts, left_s: float) -> None:
         facts.is_released = True
-        if self._nodes.replaces_early:
+        if self.nodes.replaces_early:
             # The pool counts a worker until its release. If demand dropped before that, the
             # replacement would look like surplus.
-            self._nodes.release(facts.name, drain_s=max(1.0, left_s))
+            self.nodes.release(facts.name, drain_s=max(1.0, left_s))
             self._want_workers()
         else:
             # Lower the demand first. Otherwise the pool would start another worker in the slot that
             # this one frees.
             self._want_workers()
-            self._nodes.release(facts.name, drain_s=max(1.0, left_s))
+            self.nodes.release(facts.name, drain_s=max(1.0, left_s))
 
     def _used(self) -> set[str]:
-        return {m.worker for job in self._active() for m in job.state.members.values()}
+        return {m.worker for job in self.active() for m in job.state.members.values()}
 
     def _claim_of(self, job: HostedJob) -> Claim:
         state, size = job.state, job.tuning.size
-        unfit = [w.name for w in self._workers if not self._fitness.fits(w, job)]
+        unfit = [w.name for w in self.workers if not self._fitness.fits(w, job)]
         return Claim(
             job_id=state.job_id,
             min_workers=state.min_workers,

@@ -93,7 +93,9 @@ class JobRecords:
         for path in folders:
             try:
                 spec = _spec_from(msgpack.unpackb(path.read_bytes()))
-                pending = _requests_from(msgpack.unpackb((path.parent / "pending").read_bytes()))
+                values = msgpack.unpackb((path.parent / "pending").read_bytes())
+                faults = None if values["faults"] is None else tuple(values["faults"])
+                pending = PendingRequests(**{**values, "faults": faults})
                 # A copied folder would run the job twice, with two writers for one log.
                 if spec.job_id != path.parent.name:
                     raise ValueError(f"it is the record of job {spec.job_id!r}")
@@ -166,8 +168,3 @@ def _spec_from(values: dict[str, Any]) -> JobSpec:
     if spec.bundle_path.stat().st_size != spec.bundle_size:
         raise ValueError(f"{spec.bundle_path} has changed since the job was submitted")
     return spec
-
-
-def _requests_from(values: dict[str, Any]) -> PendingRequests:
-    faults = values.pop("faults")
-    return PendingRequests(**values, faults=None if faults is None else tuple(faults))

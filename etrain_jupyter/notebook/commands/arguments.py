@@ -27,8 +27,6 @@ from etrain_jupyter.rules.chaos import FAULT_KINDS, MODES
 
 CELL_COMMAND = "distributed"
 """The sub-command that submits a body."""
-SEARCH_COMMAND = "search"
-"""The sub-command that submits a body with a search."""
 TRAINER_FAULTS = tuple(kind for kind in FAULT_KINDS if kind not in ("notice", "worker"))
 """Faults that ``kill --how`` can inject into a trainer."""
 
@@ -161,7 +159,7 @@ def make_parser(prog: str, summary: str, epilog: str = "") -> Parser:
 
 def distributed_parser() -> Parser:
     """Return the parser for the line ``%%etrain distributed``."""
-    parser = _cell_parser(
+    parser = cell_parser(
         CELL_COMMAND,
         "Train the job that the YAML in the cell's body describes, on an elastic set of workers.",
         epilog="%etrain template prints a commented body.",
@@ -177,23 +175,10 @@ def distributed_parser() -> Parser:
     return parser
 
 
-def search_parser() -> Parser:
-    """Return the parser for the line ``%%etrain search``."""
-    return _cell_parser(
-        SEARCH_COMMAND,
-        "Search over the names in search.space: each trial trains the job in the cell's body with "
-        "other values, on the same pool.",
-        epilog="The body is that of %%etrain distributed, with the group 'search'.",
-        makes="study",
-        wait="block until the study has ended; it survives an interrupt",
-        dry_run="print the trials and rungs; submit nothing",
-        quiet="show no table",
-    )
-
-
-def _cell_parser(
+def cell_parser(
     command: str, summary: str, *, epilog: str, makes: str, wait: str, dry_run: str, quiet: str
 ) -> Parser:
+    """Return a parser for the line of a command that submits a body."""
     parser = make_parser(f"%%etrain {command}", summary, epilog)
     parser.body = keys_of(TrainConfig)
     add = parser.add_argument

@@ -28,7 +28,6 @@ from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.log.tensorboard import OPTIONS, convert, require_tensorboard
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
-    SEARCH_COMMAND,
     TRAINER_FAULTS,
     HelpRequested,
     JobNames,
@@ -55,7 +54,6 @@ from etrain_jupyter.notebook.job.saved_records import table_of_saved
 from etrain_jupyter.notebook.job.store_link import refresh_log
 from etrain_jupyter.notebook.job.track import exhibit_reader, parse_options
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.notebook.study.open_studies import attach_study
 from etrain_jupyter.pools import clusters
 from etrain_jupyter.rules.chaos import MODES
 from etrain_jupyter.untrusted import plain_line
@@ -85,8 +83,8 @@ class Surface(Protocol):
     def show_result(self, result: object) -> str:
         """Show a comparison, a diagnosis or a plan; return the text to print."""
 
-    def bind(self, variable: str | None, job: TrainingJob | None = None) -> None:
-        """Assign the job to a variable, if one is given; without a job, only check its name."""
+    def bind(self, variable: str | None, value: object = None) -> None:
+        """Assign a value to a variable, if one is given; without a value, only check its name."""
 
     def say(self, line: str) -> None:
         """Print one line immediately, while the sub-command continues."""
@@ -100,6 +98,10 @@ class Surface(Protocol):
 
 class CellSurface(Surface, Protocol):
     """A notebook, whose sub-commands can also run on the body of a cell."""
+
+    @property
+    def names(self) -> Mapping[str, Any]:
+        """The notebook's names."""
 
     def profile(self, line: str, body: str) -> TrainingJob:
         """Train a cell for at most a minute on one and two workers; return the stopped job."""
@@ -178,7 +180,7 @@ def find_subcommand(name: str, *, prog: str, others: Sequence[str] = ()) -> Subc
 def cell_commands() -> list[str]:
     """Return the names of the sub-commands that accept a body."""
     accepting = [command.name for command in subcommands() if command.cell]
-    return [CELL_COMMAND, SEARCH_COMMAND, *accepting]
+    return [CELL_COMMAND, *plugin.cells(), *accepting]
 
 
 def find_member(words: Sequence[str]) -> Subcommand | None:
@@ -192,10 +194,10 @@ def overview(prog: str) -> str:
     is_notebook = prog.startswith("%")
     lines = [f"{prog} SUB-COMMAND [arguments]; the default is the latest job. All have --help."]
     if is_notebook:
-        lines += [
-            "  %%etrain distributed   train the job in the cell's YAML body; see %etrain template",
-            "  %%etrain search        train it with several values of its names, and find the best",
-        ]
+        lines.append(
+            "  %%etrain distributed   train the job in the cell's YAML body; see %etrain template"
+        )
+        lines += [f"  %%etrain {name:<14}{one.summary}" for name, one in plugin.cells().items()]
     lines += [
         f"  {c.name:<13}{c.summary}"
         for c in subcommands()
@@ -630,39 +632,6 @@ def diagnose(surface: Surface, job: str | None = None) -> str:
     return surface.show_result(open_jobs.diagnose(surface.find(job)))
 
 
-def study(
-    surface: Surface,
-    name: str | None = None,
-    *,
-    stop: bool = False,
-    resume: bool = False,
-    trials: Annotated[int, Spelling(metavar="N", action=StoreCount)] = 0,
-) -> str:
-    """Show a search: its trials, the best so far, and why trials ended.
-
-    Args:
-        name: Name, id or start of an id; by default the newest study.
-        stop: Stop it; its running trials save checkpoints.
-        resume: Continue a stopped study, or an ended one with more trials.
-        trials: With --resume: trials to add.
-
-    Example:
-        study digits --resume --trials 10
-    """
-    if (stop and resume) or (trials and not resume):
-        raise ConfigError(
-            "study: --stop and --resume exclude each other, and --trials belongs to --resume",
-            hint="study digits --resume --trials 10",
-        )
-    found = attach_study(name, store=surface.store)
-    if stop:
-        return found.stop()
-    if resume:
-        return found.resume(trials=trials)
-    found.view()  # a damaged folder is an error of the command, not a traceback of the display
-    return surface.show_result(found)
-
-
 def logs(
     surface: Surface,
     job: str | None = None,
@@ -814,7 +783,7 @@ def doctor(surface: Surface, *, all: bool = False, region: str | None = None) ->
 # Sub-commands for jobs, in the order of a job's life cycle, followed by those for clusters.
 _IN_ORDER: tuple[Callable[..., Any], ...] = (
     ls, show, attach, wait, pause, resume, stop, checkpoint, checkpoints, export, scale, preempt,
-    kill, chaos, cost, compare, diagnose, study, audit, logs, tensorboard, track, template, pools,
+    kill, chaos, cost, compare, diagnose, audit, logs, tensorboard, track, template, pools,
     up, down, doctor,
 )  # fmt: skip
 

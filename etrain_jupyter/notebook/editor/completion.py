@@ -13,19 +13,18 @@ from etrain_jupyter.config.describe import describe
 from etrain_jupyter.config.keys import (
     METRICS,
     OPTIMIZER,
-    SEARCH,
-    SPACE,
     KeyPath,
     accepts,
+    extra_group,
     group_at,
     is_reference,
     keys_at,
     units_of,
     words_of,
 )
+from etrain_jupyter.config.schema import MetricConfig, Section
 from etrain_jupyter.config.vocabulary import NAMED_LR
 from etrain_jupyter.config.yaml_nodes import visible_names
-from etrain_jupyter.notebook.commands.arguments import SEARCH_COMMAND
 from etrain_jupyter.notebook.editor.lines import complete_line, find_magic
 from etrain_jupyter.notebook.editor.offers import Completion, Facts, Offers, matching
 from etrain_jupyter.notebook.editor.outline import CursorContext, Outline, read_outline
@@ -35,15 +34,12 @@ _ATTRIBUTE = re.compile(r"([^\W\d][\w.]*)\.\w*")
 _IMPORTED = re.compile(r"([^\W\d][\w.]*):(\w*)")
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)([ \t]*)([A-Za-z]*)")
 _LAST_NAME = re.compile(r"(?<![\w.])(?:[^\W\d]\w*)?$")
-_PARAMETERS = ("{choice: [", "{int: [", "{low: ")
-"""Beginnings of the forms of a parameter in a search space."""
 _DATA = (("data", "train"), ("data", "eval"))
 _ROUTINES = (FunctionType, BuiltinFunctionType, MethodType)
 _SCALARS = (str, bytes, int, float, complex)
 _NUM_ARGUMENTS = {"loss": 2, "metrics": 2, "step": 2, "weight": 1, "optimizer": 1, "data": 1}
 """Number of arguments passed to the function of a key; ``data`` stands for ``data.collate``."""
 _PREDICT = ("eval", "predict")
-_METRIC_OF = (("early_stopping", "metric"), ("checkpoint", "best", "metric"), ("search", "metric"))
 
 
 def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
@@ -63,14 +59,13 @@ def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
     # Before or inside an existing word, an insertion would leave the rest of the word behind.
     if context is None or context.rest.strip() or context.is_whole:
         return Offers(cursor)
-    is_search = magic.line.split()[:1] == [SEARCH_COMMAND]
-    if context.path[:1] == SEARCH and not is_search:
+    own = tuple(magic.line.split()[:1])  # the command, and the path of the group that only it has
+    if extra_group(context.path) and context.path[:1] != own:
         return Offers(cursor)
     if context.is_key:
         items = _keys(context, outline, facts)
-        if is_search and not context.path and SEARCH[0] not in outline.given(()):
-            end = "" if context.has_colon else ": "
-            items += matching([SEARCH[0] + end], context.word, "key")
+        if extra_group(own) and not context.path and own[0] not in outline.given(()):
+            items += matching([own[0] + ("" if context.has_colon else ": ")], context.word, "key")
         return Offers(start + context.start, tuple(items))
     offers = _values(context, outline, facts)
     # `epochs:|` is not a key until a space follows the colon, so insert the space with the
@@ -156,14 +151,15 @@ def _literals(context: CursorContext, outline: Outline, facts: Facts) -> Iterato
     if path == ("pool",):
         known = [pool for pool in facts.pools() if accepts(path, pool)]
         yield from matching(known, word, "pool")
-    elif path in _METRIC_OF:
+    elif path[-1] == "metric" and issubclass(group_at(path[:-1]) or Section, MetricConfig):
         yield from matching(["loss", *outline.given(METRICS)], word, "value")
     else:
         names = NAMED_LR if path == OPTIMIZER else ()
         yield from matching([*words_of(path), *names], word, "value")
     # Where a group is expected, an empty value may also be the start of a group in braces.
-    if not word and path[:-1] == SPACE:
-        yield from (Completion(form, "value") for form in _PARAMETERS)
+    extra = extra_group(path)
+    if not word and extra and path[:-1] == extra.names:
+        yield from (Completion(form, "value") for form in extra.forms)
     elif not word and group_at(path) is not None:
         yield from (Completion(f"{{{key}: ", "key") for key in _free_keys(path, outline))
     if not word and path == METRICS:
@@ -209,11 +205,12 @@ def _python(path: KeyPath, word: str, facts: Facts) -> Offers:
 
 
 def _with_space(offers: Offers, word: str, outline: Outline) -> Offers:
-    """Add the names of the search space, which are names in every expression of the cell."""
+    """Add the names that a group of the cell defines for every expression of the cell."""
     begun = _LAST_NAME.search(word)
     if begun is None:  # an attribute
         return offers
-    names = [name for name in outline.given(SPACE) if name.startswith(begun[0])]
+    groups = [group for key in outline.given(()) if (group := extra_group((key,)))]
+    names = [n for group in groups for n in outline.given(group.names) if n.startswith(begun[0])]
     known = {offer.text for offer in offers.items}
     items = [Completion(name, "name") for name in names if name not in known]
     if not items:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from etrain_jupyter import plugin
 from etrain_jupyter.config.describe import example_body, keys_in_words
-from etrain_jupyter.config.fields import Section
-from etrain_jupyter.config.search_schema import Budget, Parameter, SearchConfig
 from etrain_jupyter.notebook.commands.arguments import (
     CELL_COMMAND,
-    SEARCH_COMMAND,
     Parser,
     distributed_parser,
-    search_parser,
 )
 from etrain_jupyter.notebook.commands.subcommands import (
     cell_commands,
@@ -43,44 +40,6 @@ def help_on_cell() -> str:
     )
 
 
-def help_on_search() -> str:
-    """Return the text of ``%%etrain search --help``."""
-    groups: dict[str, type[Section]] = {
-        "": SearchConfig,
-        "space.NAME.": Parameter,
-        "budget.": Budget,
-    }
-    keys = {
-        prefix + (info.alias or key): info.description or ""
-        for prefix, group in groups.items()
-        for key, info in group.model_fields.items()
-    }
-    width = max(map(len, keys))
-    lines = [f"  {key:<{width}}  {' '.join(text.split())}" for key, text in keys.items()]
-    return (
-        f"{search_parser().format_help().rstrip()}\n\n"
-        "The names in search.space are names in the cell's expressions and !py values.\n\n"
-        "keys of 'search':\n" + "\n".join(lines) + f"\n\nexample:\n{_indented(EXAMPLE_SEARCH)}"
-    )
-
-
-EXAMPLE_SEARCH = """\
-%%etrain search -o study
-model: Net(hidden=hidden)
-data: {train: train_set, eval: eval_set}
-loss: F.cross_entropy
-metrics: {accuracy: accuracy}
-optimizer: {name: Adam, lr: !py lr}
-epochs: 16
-search:
-  space:
-    hidden: {choice: [64, 128, 256]}
-    lr: {low: 1e-5, high: 1e-1, log: true}
-  metric: eval_accuracy
-  mode: max
-  trials: 20"""
-
-
 def example_cell() -> str:
     """Return an example cell with common keys."""
     return f"{CELL_PROG} --name digits -o job\n{example_body()}".rstrip()
@@ -92,8 +51,9 @@ def find_parser(words: list[str], *, is_cell: bool) -> Parser | None:
         return None
     if words[0] == CELL_COMMAND:
         return distributed_parser()
-    if is_cell and words[0] == SEARCH_COMMAND:
-        return search_parser()
+    if is_cell and words[0] in plugin.cells():
+        parser: Parser = plugin.load(plugin.cells()[words[0]].parser)()
+        return parser
     if is_cell and words[0] not in cell_commands():
         return None
     prog = "%%etrain" if is_cell else "%etrain"

@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from etrain_jupyter.config.describe import KeyHelp, describe, describe_optimizer
-from etrain_jupyter.config.keys import OPTIMIZER, SEARCH, KeyPath, group_at, is_reference, keys_in
+from etrain_jupyter.config.describe import describe, describe_optimizer
+from etrain_jupyter.config.keys import (
+    OPTIMIZER,
+    KeyHelp,
+    KeyPath,
+    extra_group,
+    group_at,
+    is_reference,
+    keys_in,
+)
 from etrain_jupyter.config.source_map import did_you_mean
-from etrain_jupyter.config.vocabulary import known_elsewhere, known_in_other_searches
+from etrain_jupyter.config.vocabulary import known_elsewhere
 from etrain_jupyter.notebook.commands.arguments import CELL_COMMAND
 from etrain_jupyter.notebook.editor.help_texts import (
     find_parser,
@@ -119,8 +127,8 @@ def _on_key(context: CursorContext, outline: Outline) -> Hint | None:
 
 def _on_unknown(path: KeyPath) -> Hint | None:
     """Explain an unknown key: the equivalent of another system's key, or the nearest key."""
-    is_search = path[:-1] == SEARCH
-    hint = known_in_other_searches(path[-1]) if is_search else known_elsewhere(path)
+    extra = extra_group(path) if len(path) == 2 else None
+    hint = extra.answers.get(path[-1].lower(), "") if extra else known_elsewhere(path)
     hint = hint or did_you_mean(path[-1], keys_in(path[:-1]))
     if not hint:
         return None

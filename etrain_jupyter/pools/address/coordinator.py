@@ -1,9 +1,9 @@
 """Coordinator as a guest in a scheduler that others started and keep using.
 
-It is idle while no job and no study runs: it does not tick, and the supervisors send no heartbeats
-and keep no spare trainer::
+It is idle while no job and no service is active: it does not tick, and the supervisors send no
+heartbeats and keep no spare trainer::
 
-    _submit --> _wake: _work is set,           ticks until no job or study is active, and all
+    _submit --> _wake: _work is set,           ticks until no job or service is active, and all
                 WakeSupervisor to all    --->  logs and reports are written  -->  _rest: _work is
                                                                                   cleared, all rest
 
@@ -17,6 +17,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from distributed import Scheduler
@@ -25,9 +26,9 @@ from distributed.comm.addressing import get_address_host
 from etrain_jupyter import __version__
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.coordinator import TICK_S, Coordinator
-from etrain_jupyter.head.coordinator.kernel_requests import Handler
 from etrain_jupyter.head.coordinator.nodes import NoNodes
 from etrain_jupyter.head.coordinator.requests import RequestError
+from etrain_jupyter.head.coordinator.services import Handler
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log.events import LogLine
@@ -101,7 +102,6 @@ class GuestCoordinator(Coordinator):
     def _handlers(self) -> dict[type[q.Request[Any]], Handler]:
         return super()._handlers() | {
             q.SubmitJob: self._submit,
-            q.SubmitStudy: self._submit_study,
             q.DescribeCluster: self._describe,
             q.ShutDownCluster: self._down,
             q.RemoveCoordinator: self._uninstall,
@@ -126,7 +126,7 @@ class GuestCoordinator(Coordinator):
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._jobs.active()) or self._studies.is_active
+        return bool(self._jobs.active()) or any(one.is_active for one in self._services)
 
     def tick(self) -> None:
         """Run due actions, and mark a scheduler with jobs as busy, as they are not Dask tasks."""
@@ -199,19 +199,20 @@ class GuestCoordinator(Coordinator):
             _log_unfit(self._jobs[job["job_id"]], name, why)
         return reply
 
-    async def _submit_study(self, request: q.SubmitStudy) -> q.Submitted:
-        await self._check_folder(str(request.study["folder"]))
+    async def check_submission(self, folder: Path) -> None:
+        """Start ticking, or refuse a service's jobs because a machine does not see the folder."""
+        await self._check_folder(str(folder))
         self._wake()
-        return await self._kernel_requests.submit_study(request)
+        await super().check_submission(folder)
 
     async def host_job(self, spec: JobSpec) -> None:
-        """Start or resume a job for a study."""
+        """Start or resume a job of a service."""
         await super().host_job(spec)
         for name, why in self._unfit.items():
             _log_unfit(self._jobs[spec.job_id], name, why)
 
     async def _check_folder(self, folder: str) -> None:
-        """Refuse a job or a study whose folder exists only on the notebook's machine."""
+        """Refuse jobs whose folder exists only on the notebook's machine."""
         from os.path import isdir
 
         import cloudpickle

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from distributed import SchedulerPlugin, WorkerPlugin
 
-from etrain_jupyter.head.head_coordinator import HeadCoordinator
+from etrain_jupyter.head.interfaces import HeadCoordinator
 from etrain_jupyter.wire.requests import (
     ClusterFacts,
     DescribeCluster,

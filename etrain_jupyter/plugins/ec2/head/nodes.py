@@ -22,7 +22,7 @@ from typing import Any
 
 from etrain_jupyter.errors import PoolError, StoreError
 from etrain_jupyter.head.coordinator.nodes import NodeCost
-from etrain_jupyter.head.node_source import HeadFacts
+from etrain_jupyter.head.interfaces import HeadFacts
 from etrain_jupyter.plugins.ec2.bootstrap import config_of
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
 from etrain_jupyter.plugins.ec2.head.reconciler import Reconciler

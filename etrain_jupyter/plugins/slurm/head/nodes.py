@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.head.coordinator.nodes import NodeCost
-from etrain_jupyter.head.node_source import HeadFacts
+from etrain_jupyter.head.interfaces import HeadFacts
 from etrain_jupyter.plugins.slurm import commands
 from etrain_jupyter.plugins.slurm.commands import QueuedJob, SlurmError
 from etrain_jupyter.plugins.slurm.head.plan import Limits, Plan, Slot, decide

@@ -181,8 +181,14 @@ class Rig:
 
     def tell(self, worker: str, kind: type[m.TrainerReport], **values: Any) -> None:
         """Have a worker's trainer send a report, in the current generation."""
-        common = {"generation": self.job.state.generation, "trainer": self.trainer(worker)}
+        name = values.pop("trainer", None) or self.trainer(worker)
+        common = {"generation": self.job.state.generation, "trainer": name}
         self.say(worker, kind(**{**common, **values}))
+
+    def save(self, worker: str, step: int, **values: Any) -> None:
+        """Have a worker's trainer, or a former one, report a checkpoint."""
+        record = {"step": step, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
+        self.tell(worker, m.CheckpointWritten, record=record, **values)
 
     def warm(self, *workers: str, **values: Any) -> None:
         for worker in workers:

@@ -16,11 +16,6 @@ from tests.unit.head.coordinator.rig import PLAN, Rig
 HOUR_S = 3600.0
 
 
-@pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    return Rig(tmp_path, monkeypatch)
-
-
 jumps = pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S], ids=["forward", "back"])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,11 +21,6 @@ from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
 from etrain_jupyter.wire.rank_values import unpack_values
 from tests.unit.head.coordinator.rig import HELLO, PLAN, Nodes, Rig
-
-
-@pytest.fixture
-def rig(tmp_path: Path, monkeypatch) -> Rig:
-    return Rig(tmp_path, monkeypatch)
 
 
 def ticks(rig: Rig, seconds: float, *alive: str, **page) -> None:
@@ -326,8 +320,7 @@ async def test_checkpoint_of_a_released_trainer_counts(rig):
     rig.report("w1", 3, why="planned")
     rig.report("w2", 3, why="planned")
     assert rig.job.state.of_worker("w2") is None
-    record = {"step": 3, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    rig.say("w2", m.CheckpointWritten(trainer=released, generation=1, record=record))
+    rig.save("w2", 3, trainer=released, generation=1)
     assert [event.step for event in rig.events(events.CheckpointCommitted)] == [3]
     assert rig.job.state.saved_step == 3
 
@@ -342,8 +335,7 @@ async def test_shutdown_waits_for_the_jobs_checkpoint_and_logs_its_author(rig):
 
     rig.report("w1", 3, why="planned")
     assert rig.orders("w1", m.SaveState)
-    record = {"step": 3, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    rig.tell("w1", m.CheckpointWritten, trainer=trainer, record=record)
+    rig.save("w1", 3, trainer=trainer)
     await reply
 
     assert rig.job.state.saved_step == 3
@@ -760,8 +752,7 @@ async def test_new_job_waits_for_the_workers_of_a_job_that_saves_and_takes_none_
     assert rig.coordinator._jobs["l"].state.assigned == ()
 
     rig.report("w1", 1, "planned")
-    record = {"manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    rig.tell("w1", m.CheckpointWritten, record={"step": 1, **record})
+    rig.save("w1", 1)
     assert rig.job.state.is_ended
     assert rig.coordinator._jobs["l"].state.assigned == ("w1",)
 

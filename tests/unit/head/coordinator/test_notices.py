@@ -12,11 +12,6 @@ from tests.unit.head.coordinator.rig import Rig
 
 
 @pytest.fixture
-def rig(tmp_path, monkeypatch):
-    return Rig(tmp_path, monkeypatch)
-
-
-@pytest.fixture
 def cloud(rig):
     """The same where every worker has a machine of its own."""
     rig.nodes.replaces_early = rig.nodes.trains_after_notice = True

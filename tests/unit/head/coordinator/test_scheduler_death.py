@@ -183,8 +183,7 @@ async def test_job_whose_ranks_are_done_is_finished_with_a_checkpoint(lives: Liv
     lives.back("w2", n2={"left": done, "progress": (2, 0)})
     rig.tick()
     saver = next(worker for worker in ("w1", "w2") if rig.told(worker, m.SaveState))
-    record = {"step": 2, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    rig.tell(saver, m.CheckpointWritten, record=record)
+    rig.save(saver, 2)
 
     assert rig.events(JobStatusChanged)[-1].status == "finished"
     assert len(rig.events(CheckpointCommitted)) == 1
@@ -207,8 +206,7 @@ async def test_pool_that_halts_during_the_recovery_stops_the_job_with_a_checkpoi
         assert rig.told(worker, m.LeaveGeneration), "both leave after their step"
         rig.report(worker, 1)
     [saver] = [worker for worker in ("w1", "w2") if rig.told(worker, m.SaveState)]
-    record = {"step": 1, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    rig.tell(saver, m.CheckpointWritten, record=record)
+    rig.save(saver, 1)
 
     assert rig.events(JobStatusChanged)[-1].status == "stopped"
     assert [event.step for event in rig.events(CheckpointCommitted)] == [1]

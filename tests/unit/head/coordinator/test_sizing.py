@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
+from etrain_jupyter.head.coordinator.coordinator import report_progress
 from etrain_jupyter.head.coordinator.sharing import REVIEW_S
-from etrain_jupyter.head.jobs.job_views import report_progress
 from etrain_jupyter.log import events
 from etrain_jupyter.wire import messages as m
 from tests.unit.head.coordinator.rig import Rig
 
 GOODPUT = {"workers": {"target": "goodput"}}
-
-
-@pytest.fixture
-def rig(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    return Rig(tmp_path, monkeypatch)
 
 
 def train(rig: Rig, *, workers: int, step_s: float, first: int, count: int = 20) -> None:

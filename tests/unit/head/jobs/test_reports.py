@@ -1,4 +1,4 @@
-"""What trainers say: errors of newcomers, and checkpoints of those that were given up."""
+"""Reports of trainers: what the coordinator logs, keeps, relays and refuses."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import etrain_jupyter
+from etrain_jupyter.bundle.sources import CellSource
 from etrain_jupyter.head.jobs.exhibits import choose_removed
-from etrain_jupyter.head.jobs.trainer_output import PrintedLines
+from etrain_jupyter.head.jobs.planned_faults import PlannedFaults
+from etrain_jupyter.head.jobs.rendezvous import Rendezvous
+from etrain_jupyter.head.jobs.reports import StepClock
+from etrain_jupyter.head.jobs.trainer_output import PrintedLines, last_words
 from etrain_jupyter.log import events
+from etrain_jupyter.log.events import STACKS_HEADER
 from etrain_jupyter.log.job_record import NOT_BEGUN
 from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.rules.membership.membership import Finishing
+from etrain_jupyter.testing.fault_plan import FaultPlan
 from etrain_jupyter.wire import messages as m
+from etrain_jupyter.wire.rank_values import unpack_values
 from tests.unit.head.coordinator.rig import PLAN, Rig
 from tests.unit.log.pictures import png
-
-
-@pytest.fixture
-def rig(tmp_path: Path, monkeypatch) -> Rig:
-    return Rig(tmp_path, monkeypatch)
-
-
-def committed(rig: Rig, worker: str, trainer: str, step: int, generation: int = 1) -> None:
-    record = {"step": step, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    rig.say(worker, m.CheckpointWritten(trainer=trainer, generation=generation, record=record))
 
 
 def let_pass(rig: Rig, seconds: float, worker: str) -> None:
@@ -93,7 +93,7 @@ async def test_notice_to_the_only_rank_saves_its_state_before_the_machine_is_tak
     assert rig.told("w1", m.SaveState) == [
         m.SaveState(trainer=rig.trainer("w1"), generation=1, logged_step=3, starts=(0,))
     ]
-    committed(rig, "w1", rig.trainer("w1"), 3)
+    rig.save("w1", 3)
     assert rig.told("w1", m.ShutDownTrainer)
     assert rig.job.state.status == "waiting"
     rig.tick()
@@ -170,8 +170,8 @@ async def test_checkpoint_of_steps_unknown_to_the_job_is_not_logged(rig):
     rig.commit("w1", 1, 2)
     evicted_incarnation = rig.trainer("w1")
     rig.tell("w1", m.TrainerExited, cause="SIGKILL")
-    committed(rig, "w1", evicted_incarnation, 2)
-    committed(rig, "w1", evicted_incarnation, 5)
+    rig.save("w1", 2, trainer=evicted_incarnation, generation=1)
+    rig.save("w1", 5, trainer=evicted_incarnation, generation=1)
     assert saved_steps(rig) == [2]
     assert rig.job.state.saved_step == 2
 
@@ -183,15 +183,15 @@ async def test_checkpoint_invalidated_by_a_later_generation_is_not_logged(rig):
     rig.tell("w1", m.TrainerExited, cause="SIGKILL")
     rig.report("w2", 2)
     rig.commit("w2", 3, 4)
-    committed(rig, "w1", evicted_incarnation, 3)
-    committed(rig, "w1", evicted_incarnation, 2)
+    rig.save("w1", 3, trainer=evicted_incarnation, generation=1)
+    rig.save("w1", 2, trainer=evicted_incarnation, generation=1)
     assert saved_steps(rig) == [2]
 
 
 async def test_next_generation_gets_the_starts_of_earlier_ones_and_the_log_end(rig):
     await rig.start("w1")
     rig.commit("w1", 1, 2, 3)
-    committed(rig, "w1", rig.trainer("w1"), 2)
+    rig.save("w1", 2)
     rig.tell("w1", m.TrainerExited, cause="SIGKILL")
     rig.warm("w1")
     form = rig.told("w1", m.JoinGeneration)[-1]
@@ -314,6 +314,149 @@ async def test_printed_lines_of_a_job_are_bounded_and_the_rest_is_counted(rig):
     assert texts[7:] == ["late 0", "late 1", f"... 9 printed lines {dropped}"]
 
 
+# --- last words of a trainer that crashed ---
+
+
+CELLS = {"/tmp/cell_1.py": CellSource(label="Cell In[3]", text="")}
+OURS = Path(etrain_jupyter.__file__).parent
+CRASH = f"""\
+loading
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f (most recent call first):
+  File "/usr/lib/python3/threading.py", line 331 in wait
+
+Current thread 0x00007e (most recent call first):
+  File "/usr/lib/python3/ctypes/__init__.py", line 519 in string_at
+  File "/tmp/cell_1.py", line 2 in loss
+  File "{OURS}/trainer/workload.py", line 60 in forward
+
+Extension modules: numpy._core (total: 1)
+""".splitlines()
+
+
+def test_printed_lines_are_shown_from_the_end():
+    lines = [f"line {number}" for number in range(30)]
+    shown = last_words("w1", lines, {}).splitlines()
+    assert shown[0] == "w1 printed last:"
+    assert shown[1:] == [f"  line {number}" for number in range(20, 30)]
+
+
+def test_crash_is_shown_as_a_traceback_of_the_users_frames():
+    assert last_words("w1", CRASH, CELLS).splitlines() == [
+        "w1 printed last:",
+        "  loading",
+        "w1 crashed: Segmentation fault",
+        "  Cell In[3], line 2, in loss",
+        '  File "/usr/lib/python3/ctypes/__init__.py", line 519, in string_at',
+    ]
+
+
+def test_hang_is_shown_as_a_traceback_of_the_users_frames():
+    hang = [STACKS_HEADER if text.startswith("Fatal") else text for text in CRASH]
+    assert last_words("w1", hang, CELLS).splitlines() == [
+        "w1 printed last:",
+        "  loading",
+        "w1 was doing:",
+        "  Cell In[3], line 2, in loss",
+        '  File "/usr/lib/python3/ctypes/__init__.py", line 519, in string_at',
+    ]
+
+
+def test_hang_outside_of_the_users_code_shows_no_traceback():
+    hang = [STACKS_HEADER, "Current thread 0x00007e (most recent call first):"]
+    hang.append(f'  File "{OURS}/trainer/trainer.py", line 60 in _live')
+    assert last_words("w1", hang, CELLS) == ""
+
+
+def test_trainer_without_output_gives_an_empty_text():
+    assert last_words("w1", [], {}) == ""
+
+
+# --- resent steps ---
+
+
+def step_record(step: int) -> dict:
+    return {"step": step, "samples": 32, "samples_per_s": 320.0}
+
+
+def test_records_resent_by_the_next_rank_0_are_accepted_once():
+    clock, records = StepClock(), [step_record(step) for step in (1, 2, 3)]
+    assert [r["step"] for r in clock.take(records[:2], after=0)] == [1, 2]
+    assert [r["step"] for r in clock.take(records, after=2)] == [3]
+    assert clock.step_s == 0.1
+
+
+def test_record_after_a_gap_is_accepted():
+    clock = StepClock()
+    assert [r["step"] for r in clock.take([step_record(2), step_record(3)], after=0)] == [2, 3]
+
+
+# --- values that all ranks publish ---
+
+
+RANKS = ("b", "a", "c")
+
+
+def key(trainer: str, value: bytes, *, topic: str = "0", generation: int = 1) -> m.RankKey:
+    return m.RankKey(trainer=trainer, generation=generation, topic=topic, value=value)
+
+
+def test_values_are_sent_in_rank_order_once_the_last_has_arrived():
+    rendezvous = Rendezvous()
+    assert rendezvous.take(key("a", b"1"), RANKS) is None
+    assert rendezvous.take(key("a", b"1"), RANKS) is None  # resent to a new scheduler
+    assert rendezvous.take(key("c", b"2"), RANKS) is None
+    assert rendezvous.take(key("b", b"", topic="connections"), RANKS) is None
+    keys = rendezvous.take(key("b", b"0"), RANKS)
+    assert keys is not None
+    assert (keys.topic, keys.generation, keys.trainer) == ("0", 1, "")
+    assert unpack_values(keys.values) == [b"0", b"1", b"2"]
+
+
+def test_values_of_an_aborted_generation_are_forgotten():
+    rendezvous = Rendezvous()
+    for trainer in RANKS[:2]:
+        assert rendezvous.take(key(trainer, b"old"), RANKS) is None
+    assert rendezvous.take(key("c", b"2", generation=2), RANKS) is None
+    assert rendezvous.take(key("b", b"0", generation=2), RANKS) is None
+    keys = rendezvous.take(key("a", b"1", generation=2), RANKS)
+    assert keys is not None
+    assert unpack_values(keys.values) == [b"0", b"1", b"2"]
+
+
+# --- planned faults ---
+
+
+def ids(faults: list[dict]) -> list[int]:
+    return [fault["id"] for fault in faults]
+
+
+def test_fault_for_any_rank_is_assigned_to_exactly_one_rank():
+    plan = FaultPlan().kill(rank=None, step=3).hang(rank=None, step=5).exit(rank=1, step=7)
+    planned = PlannedFaults(plan.to_list())
+    for world_size in range(1, 6):
+        told = [ids(planned.of_rank(rank, world_size)) for rank in range(world_size)]
+        for anyones in (1, 2):
+            assert sum(anyones in mine for mine in told) == 1
+        assert all(3 in mine for mine in told)  # its rank is told, each knows its own
+
+
+def test_fault_for_any_newcomer_is_reassigned_after_the_first_one_ended():
+    planned = PlannedFaults(FaultPlan().kill(rank=None, step=0, at="warm").to_list())
+    assert ids(planned.of_newcomer("t1", among=["t1"])) == [1]
+    assert ids(planned.of_newcomer("t2", among=["t1", "t2"])) == []
+    assert ids(planned.of_newcomer("t3", among=["t2", "t3"])) == [1]
+    assert planned.of_rank(0, 1) == []
+    assert planned.fire(1) is not None
+    assert planned.of_newcomer("t4", among=["t4"]) == []
+
+
+def test_newcomers_get_no_fault_planned_for_any_rank():
+    planned = PlannedFaults(FaultPlan().kill(rank=None, step=3).kill(rank=0, step=3).to_list())
+    assert ids(planned.of_newcomer("t1", among=["t1"])) == [2]
+
+
 # --- exhibits ---
 
 
@@ -423,3 +566,30 @@ async def test_exhibits_of_undone_steps_are_removed(rig):
     assert sorted(stored(rig)) == ["step_00000002/report.txt", "step_00000004/report.txt"]
     [removed] = rig.events(events.ExhibitsRemoved)
     assert (removed.step, removed.reason) == (6, "the job returned to step 4")
+
+
+SIZES = st.dictionaries(st.integers(0, 99), st.integers(0, 50), max_size=12)
+
+
+def test_oldest_are_removed_first() -> None:
+    sizes = {step: 10 for step in range(0, 60, 10)}
+
+    assert choose_removed(sizes, max_bytes=40, max_evaluations=9) == [10, 20]
+    assert choose_removed(sizes, max_bytes=99, max_evaluations=4) == [10, 20]
+    assert choose_removed(sizes, max_bytes=60, max_evaluations=6) == []
+
+
+@given(sizes=SIZES, max_bytes=st.integers(0, 300), max_evaluations=st.integers(0, 12))
+def test_limits_hold_and_the_first_and_the_newest_are_kept(
+    sizes: dict[int, int], max_bytes: int, max_evaluations: int
+) -> None:
+    removed = choose_removed(sizes, max_bytes=max_bytes, max_evaluations=max_evaluations)
+
+    kept = {step: size for step, size in sizes.items() if step not in removed}
+    if sizes:
+        assert {min(sizes), max(sizes)} <= kept.keys()
+    fits = sum(kept.values()) <= max_bytes and len(kept) <= max_evaluations
+    assert fits or len(kept) <= 2
+    if removed:  # no more than necessary
+        last = removed[-1]
+        assert sum(kept.values()) + sizes[last] > max_bytes or len(kept) + 1 > max_evaluations

@@ -33,8 +33,7 @@ async def train_and_restore(rig: Rig) -> None:
     """Two generations lose everybody, and the third goes on from the checkpoint of step 2."""
     await rig.start("w0", "w1")
     rig.commit("w0", 1, 2)
-    saved = {"step": 2, "manifest": "m", "size_bytes": 1, "stall_s": 0.0, "duration_s": 0.1}
-    rig.tell("w0", m.CheckpointWritten, record=saved)
+    rig.save("w0", 2)
     rig.commit("w0", 3, 4)
     rig.tell("w0", m.BestFound, record={"step": 3, "metric": "loss", "value": 0.5})
     for worker in ("w0", "w1"):

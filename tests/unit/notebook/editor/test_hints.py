@@ -82,16 +82,6 @@ def test_unknown_word_of_a_line_has_no_hint(marked: str) -> None:
         ("|", "Keys of the body\n\nmodel: Python expression; required"),
         ("optimizer: {|", "Keys of optimizer: "),
         ("metrics: {|", "metrics: group of names"),
-        ("sea|rch: {}", "search: group of keys; required\n\nSpace, metric and limits"),
-        ("search: {|", "Keys of search: Space, metric and limits"),
-        ("search: {divi|sor: 4}", "search.divisor: whole number, 2 or more; default 4"),
-        ("search: {max: 20 ep|ochs}", "search.max: steps or epochs"),
-        ("search: {n_tr|ials: 20}", "There is no key 'search.n_trials': use 'trials'"),
-        ("search: {trails|: 20}", "There is no key 'search.trails': did you mean 'trials'?"),
-        ("search: {sp|ace: {}}", "search.space: group of names; required"),
-        ("search: {space: {l|r: {}}}", "search.space.lr: choice, range of integers"),
-        ("search: {space: {lr: {cho|ice: [1]}}}", "search.space.lr.choice: list"),
-        ("search: {budget: {ti|me: 2 h}}", "search.budget.time: "),
     ],
 )
 def test_words_of_the_body_have_hints(marked: str, begins: str) -> None:

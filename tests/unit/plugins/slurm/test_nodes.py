@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from etrain_jupyter.errors import PoolError
-from etrain_jupyter.head.node_source import HeadFacts
+from etrain_jupyter.head.interfaces import HeadFacts
 from etrain_jupyter.plugins.slurm import commands
 from etrain_jupyter.plugins.slurm.commands import QueuedJob, SlurmError
 from etrain_jupyter.plugins.slurm.head.nodes import SlurmNodes

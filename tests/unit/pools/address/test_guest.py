@@ -16,18 +16,15 @@ from distributed.protocol.pickle import dumps
 
 from etrain_jupyter import __version__
 from etrain_jupyter.head.coordinator.requests import RequestError
-from etrain_jupyter.head.studies.optuna_study import OptunaStudy
 from etrain_jupyter.log import events
 from etrain_jupyter.pools.address import guest_worker
 from etrain_jupyter.pools.address.coordinator import GuestCoordinator
 from etrain_jupyter.pools.address.guest import UNFIT, GuestSupervisor, sent_as_code
 from etrain_jupyter.pools.address.guest_worker import find_device, look_here, make_supervisor
 from etrain_jupyter.rules.membership import stimuli as s
-from etrain_jupyter.storage.study_folder import StudyLease
 from etrain_jupyter.wire import messages as m
 from etrain_jupyter.wire import requests as q
 from tests.unit.head.coordinator.rig import HELLO, Rig
-from tests.unit.head.studies.test_driver import spec_of
 
 
 class Scheduler(SimpleNamespace):
@@ -186,36 +183,6 @@ async def test_uninstalling_restores_the_scheduler_and_ignores_late_messages(rig
 
     assert rig.scheduler.handlers.keys() == rig.scheduler.plugins.keys() == before
     rig.scheduler.stream_handlers["etrain_report"](message={"op": "beat"}, worker="tls://w1")
-
-
-async def test_study_keeps_the_scheduler_busy_until_etrain_is_removed(rig, tmp_path, monkeypatch):
-    monkeypatch.setenv("ETRAIN_STATE", str(tmp_path / "state"))
-    rig.hello("w1")
-    spec = spec_of(tmp_path)
-    reply = await rig.coordinator._submit_study(q.SubmitStudy(study=spec.to_message()))
-    assert reply == q.Submitted(job_id=spec.study_id)
-    assert told(rig, "w1") == ["wake"]
-
-    rig.scheduler.idle_since = 1.0
-    rig.coordinator.tick()
-    assert rig.scheduler.idle_since is None
-    assert not StudyLease.is_free(spec.folder)
-
-    await rig.coordinator._down(q.ShutDownCluster(drain_s=30.0))
-    assert StudyLease.is_free(spec.folder)
-    attributes = OptunaStudy(spec)._study.user_attrs
-    assert attributes["ended_at"] > 0
-
-
-async def test_study_whose_folder_is_missing_on_a_worker_is_refused(rig, tmp_path):
-    rig.hello("w1")
-    rig.scheduler.blind.add("tls://w1")
-    spec = spec_of(tmp_path)
-
-    with pytest.raises(RequestError, match=r"does not exist on w1.*Nothing was submitted"):
-        await rig.coordinator._submit_study(q.SubmitStudy(study=spec.to_message()))
-
-    assert StudyLease.is_free(spec.folder)
 
 
 # --- on a worker ---

@@ -1,0 +1,69 @@
+"""Services of plug-ins, which run in the scheduler's process and may submit jobs of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from etrain_jupyter.head.jobs.hosted_job import HostedJob
+from etrain_jupyter.head.jobs.job_spec import JobSpec
+from etrain_jupyter.log.events import Event
+from etrain_jupyter.rules.sizing.allocation import Claim
+from etrain_jupyter.wire.requests import Request
+
+Handler = Callable[[Any], Awaitable[Any]]
+"""Handler for one kind of kernel request."""
+
+
+class ServiceHost(Protocol):
+    """The part of the coordinator that services use."""
+
+    @property
+    def is_ready(self) -> bool:
+        """False while a restarted scheduler waits for its workers."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of workers that can train at the same time without slowing each other down."""
+
+    async def check_submission(self, folder: Path) -> None:
+        """Raise a ``RequestError`` if no jobs can run, or none with their folders next to this."""
+
+    def find_job(self, job_id: str) -> HostedJob | None:
+        """Return a job of this scheduler, also one that has ended."""
+
+    async def host_job(self, spec: JobSpec) -> None:
+        """Start or resume a job."""
+
+    def after_change(self) -> None:
+        """Free the resources of ended jobs, and share the workers again."""
+
+
+class Service(Protocol):
+    """The part of a plug-in in the scheduler's process. All calls are made on its event loop."""
+
+    @property
+    def is_active(self) -> bool:
+        """True while it may submit jobs. Until then, the cluster is not idle."""
+
+    def handlers(self) -> dict[type[Request[Any]], Handler]:
+        """Return the handler for each kind of request that its kernels send."""
+
+    def replay(self, folder: Path) -> None:
+        """Keep records in a folder, and read those of the previous scheduler."""
+
+    def start(self) -> None:
+        """Continue the replayed work. Called at each tick."""
+
+    def take_events(self, job_id: str, new: Sequence[Event]) -> None:
+        """Handle new events of any job."""
+
+    def limit_claims(self, claims: Sequence[Claim], workers: Sequence[str]) -> Sequence[Claim]:
+        """Return the jobs' claims to the workers, with lower limits for some of its own jobs."""
+
+    def stop_all(self, reason: str) -> None:
+        """Stop submitting jobs; all jobs are stopped next."""
+
+    async def close(self) -> None:
+        """Wait until everything is stored. Called as the scheduler closes."""

@@ -1,1 +1,0 @@
-"""Studies: searches over hyper-parameters, whose trials are jobs of the coordinator."""

@@ -1,1 +1,0 @@
-"""Studies in the kernel: submit, follow, display, stop and resume a search."""
