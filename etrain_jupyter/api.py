@@ -17,7 +17,6 @@ from etrain_jupyter.errors import (
 from etrain_jupyter.launch import distributed
 from etrain_jupyter.notebook.job.open_jobs import attach, compare, diagnose, jobs
 from etrain_jupyter.notebook.job.training_job import TrainingJob
-from etrain_jupyter.pools.registry import open_task_workers
 
 __all__ = [
     "BundleError",
@@ -36,5 +35,4 @@ __all__ = [
     "diagnose",
     "distributed",
     "jobs",
-    "open_task_workers",
 ]

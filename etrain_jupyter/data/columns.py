@@ -35,11 +35,7 @@ def columns_of(table: pa.Table) -> dict[str, Column]:
 
 
 class ValueView:
-    """Texts or byte strings of a column without nulls.
-
-    Args:
-        chunk: The column, with offsets of 32 or 64 bits.
-    """
+    """Texts or byte strings of a column without nulls, whose offsets have 32 or 64 bits."""
 
     def __init__(self, chunk: pa.Array) -> None:
         kind = chunk.type
@@ -76,17 +72,17 @@ def view_of(array: pa.ChunkedArray) -> View | None:
         return None
     chunk = array.chunk(0)
     kind = chunk.type
-    if _has_offsets(kind):
+    if has_offsets(kind):
         return ValueView(chunk)
     if isinstance(kind, pa.FixedShapeTensorType):
         tensors: NDArray[Any] = chunk.to_numpy_ndarray()
         return tensors
-    is_list = _is_list(kind)
-    values = chunk.flatten() if is_list else chunk
+    has_lists = is_list(kind)
+    values = chunk.flatten() if has_lists else chunk
     if not _is_number(values.type) or pa.types.is_boolean(values.type) or values.null_count:
         return None
     flat: NDArray[Any] = values.to_numpy(zero_copy_only=True)
-    if not is_list:
+    if not has_lists:
         return flat
     if not pa.types.is_fixed_size_list(kind):
         lengths = np.asarray(chunk.value_lengths())
@@ -104,7 +100,7 @@ def num_missing(column: pa.ChunkedArray) -> int:
         kind = kind.value_type
     if _is_number(kind):
         return int(column.null_count)
-    if _is_list(kind) and _is_number(kind.value_type):
+    if is_list(kind) and _is_number(kind.value_type):
         inner = (int(chunk.flatten().null_count) for chunk in chunks)
         return int(column.null_count) + sum(inner)
     return 0
@@ -117,10 +113,8 @@ def join_parts(
 ) -> Column:
     """Return one column from parts, such as rows of several blocks.
 
-    Args:
-        name: The column, for messages.
-        parts: Rows of views, or Arrow arrays.
-        order: Number of each row of the result in the joined parts; None if they are in order.
+    ``order`` has the number of each row of the result in the joined parts; None if they are in
+    order. ``name`` is for messages.
     """
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     chunked = [part for part in parts if isinstance(part, pa.ChunkedArray)]
@@ -158,7 +152,7 @@ def column_of(name: str, array: pa.Array | pa.ChunkedArray) -> Column:
     if _is_number(kind):
         _check_nulls(name, array)
         return np.array(array.to_numpy(zero_copy_only=False))
-    if _is_list(kind) and _is_number(kind.value_type) and not array.null_count:
+    if is_list(kind) and _is_number(kind.value_type) and not array.null_count:
         return _lists(name, array)
     values: list[Any] = array.to_pylist()
     return values
@@ -192,7 +186,8 @@ def _is_number(kind: pa.DataType) -> bool:
     )
 
 
-def _has_offsets(kind: pa.DataType) -> bool:
+def has_offsets(kind: pa.DataType) -> bool:
+    """Return True for texts and byte strings."""
     return bool(
         pa.types.is_binary(kind)
         or pa.types.is_large_binary(kind)
@@ -201,7 +196,8 @@ def _has_offsets(kind: pa.DataType) -> bool:
     )
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Return True for lists, also of a fixed size."""
     return bool(
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )

@@ -65,12 +65,9 @@ class DiskCache:
                 self._report(exc)
 
     def get(self, key: str, size: int, fetch: Callable[[], bytes]) -> bytes:
-        """Return the bytes under a key; fetch them if they are not cached.
+        """Return the ``size`` bytes under a key; fetch them if they are not cached.
 
-        Args:
-            key: Identifies the bytes, including the version of their source.
-            size: Number of bytes.
-            fetch: Reads them from their source.
+        The key identifies the bytes, including the version of their source.
         """
         if not self._is_usable or size + _DIGEST_BYTES > self._max_bytes:
             return fetch()

@@ -14,10 +14,7 @@ from etrain_jupyter.errors import ShardError
 
 
 def table_of(source: Any) -> pa.Table:
-    """Return a data frame as an Arrow table, without its index.
-
-    Args:
-        source: An object for which ``kinds.is_frame`` is true.
+    """Return an object for which ``kinds.is_frame`` is true as a table, without its index.
 
     Raises:
         ShardError: If a column has values of different types.

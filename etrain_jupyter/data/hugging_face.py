@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from typing import Any
 
 import pyarrow as pa
@@ -77,19 +78,15 @@ def _rows_of(dataset: Any) -> pa.Table:
     return pa.ipc.open_stream(sink.getvalue()).read_all()
 
 
-class _Hash:
-    # A file that computes a digest of the bytes that are written to it.
-    closed = False
+class _Hash(io.RawIOBase):
+    """A file that computes a digest of the bytes that are written to it."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
 
+    def writable(self) -> bool:
+        return True
+
     def write(self, data: Any) -> int:
         self.digest.update(data)
         return len(data)
-
-    def flush(self) -> None:
-        """Do nothing, since nothing is buffered."""
-
-    def close(self) -> None:
-        """Do nothing, since nothing is open."""

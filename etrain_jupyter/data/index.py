@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -132,11 +131,6 @@ def check_index(index: ShardIndex, where: str) -> ShardIndex:
                 f"write_shards({where!r}, to=...)."
             )
     return index
-
-
-def drop_empty(blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """Return the blocks that have rows."""
-    return tuple(block for block in blocks if block.rows)
 
 
 def _encode(content: dict[str, Any]) -> bytes:

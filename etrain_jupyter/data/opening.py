@@ -35,12 +35,7 @@ _NAMES = {"parquet": "Parquet", "arrow": "Arrow", "json": "JSON lines"}
 
 
 def index_place(place: Place, cache: Path | None) -> ShardIndex:
-    """Index the data set at a place.
-
-    Args:
-        place: Its files.
-        cache: Folder that keeps the indices of foreign sets, which take time to build; None for
-            none.
+    """Index the data set at a place; ``cache`` is a folder for indices that take time to build.
 
     Raises:
         ShardError: If no data set is found, or it is incomplete, empty or inconsistent.
@@ -74,7 +69,7 @@ def _files_of(place: Place, listed: dict[str, FileFacts]) -> tuple[str, list[Sha
             continue
         kind = _SUFFIXES.get(Path(name).suffix.lower())
         if kind is not None:
-            found.setdefault(kind, []).append(_file_of(name, facts))
+            found.setdefault(kind, []).append(ShardFile(name, *facts))
     if len(found) > 1:
         kinds = " and ".join(_NAMES[kind] for kind in found)
         raise ShardError(f"{place} has {kinds} files. Keep one format in a folder.")
@@ -99,11 +94,7 @@ def _files_of_hugging_face(place: Place, listed: dict[str, FileFacts]) -> list[S
             f"shard {missing[0]} is missing in {place}: state.json names {len(names)} files. "
             "Nothing was skipped. Restore it, or save the data set again."
         )
-    return [_file_of(name, listed[name]) for name in names]
-
-
-def _file_of(name: str, facts: FileFacts) -> ShardFile:
-    return ShardFile(name, facts.size, facts.version)
+    return [ShardFile(name, *listed[name]) for name in names]
 
 
 def _cached(cache: Path | None, identity: list[Any], build: Callable[[], ShardIndex]) -> ShardIndex:

@@ -26,7 +26,6 @@ import cloudpickle
 
 from etrain_jupyter.data.parts import (
     SOURCE,
-    TOKEN,
     PlannedFile,
     SharedWrite,
     count_blocks,
@@ -37,11 +36,11 @@ from etrain_jupyter.data.parts import (
     read_written,
     write_files,
 )
-from etrain_jupyter.data.progress import Progress
 from etrain_jupyter.data.shard_files import BLOCKS_PER_FILE
 from etrain_jupyter.data.sources import Source
 from etrain_jupyter.data.spill import Group, LargeBucket, RowBucket, plan_groups
 from etrain_jupyter.data.workers import Workers
+from etrain_jupyter.data.write_state import Progress
 from etrain_jupyter.errors import ShardError
 
 PART_BYTES = 1 << 30
@@ -55,13 +54,7 @@ Found = Group | LargeBucket
 
 
 def plan_ranges(num_rows: int, row_bytes: float, num_workers: int) -> list[tuple[int, int]]:
-    """Return ranges of rows, each the work of one task.
-
-    Args:
-        num_rows: Rows of the source.
-        row_bytes: Estimated size of a row.
-        num_workers: Number of workers.
-    """
+    """Return ranges of rows, each the work of one task, given the estimated size of a row."""
     by_size = int(max(1, PART_BYTES // max(1.0, row_bytes)))
     by_count = -(-num_rows // (PARTS_PER_WORKER * num_workers))
     size = max(1, min(by_size, by_count))
@@ -91,15 +84,8 @@ class ParallelWriter:
     out: TextIO | None
     """Where to print the progress; None for nowhere."""
 
-    def prepare(self) -> None:
-        """Let workers recognize the shared folder."""
-        self.write.path(TOKEN).write_text(self.write.token)
-
     def gather(self, source: Source, ranges: Sequence[tuple[int, int]]) -> list[RowBucket]:
-        """Read the source.
-
-        Returns:
-            The buckets of all rows.
+        """Read the source, and return the buckets of all rows.
 
         Raises:
             ShardError: If the source cannot be sent, or a row cannot be read or stored.
@@ -154,15 +140,9 @@ class ParallelWriter:
     def write_files(
         self, files: Sequence[PlannedFile], known: Sequence[list[Any]], num_rows: int
     ) -> list[list[Any]]:
-        """Write the files that are missing.
+        """Write the files that are missing; return name, size and blocks of each file.
 
-        Args:
-            files: All files of the set.
-            known: The first files, if they are written.
-            num_rows: Rows of the set.
-
-        Returns:
-            Name, size and blocks of each file.
+        ``known`` are those of the first files, which are written.
         """
         progress = Progress("writing", num_rows, self.out)
         done = dict(enumerate(known))
@@ -171,7 +151,11 @@ class ParallelWriter:
                 done[file.number] = written
         for written in done.values():
             progress.add(sum(block[2] for block in written[2]), 0)
-        runs = list(self._runs_of([file for file in files if file.number not in done]))
+        missing = [file for file in files if file.number not in done]
+        # Consecutive files in one task, but enough tasks for all workers.
+        per_worker = len(missing) // (PARTS_PER_WORKER * self.workers.num_workers)
+        size = min(max(per_worker, 1), MAX_FILES_PER_TASK)
+        runs = [missing[first : first + size] for first in range(0, len(missing), size)]
         for number, _ in self._run(write_files, [(self.write, run) for run in runs]):
             for file in runs[number]:
                 written = read_written(self.write, file.number)
@@ -181,13 +165,6 @@ class ParallelWriter:
                 progress.add(sum(b[2] for b in blocks), sum(b[3] for b in blocks))
         progress.finish()
         return [done[file.number] for file in files]
-
-    def _runs_of(self, files: Sequence[PlannedFile]) -> Iterator[list[PlannedFile]]:
-        # Consecutive files in one task, but enough tasks for all workers.
-        per_worker = len(files) // (PARTS_PER_WORKER * self.workers.num_workers)
-        size = min(max(per_worker, 1), MAX_FILES_PER_TASK)
-        for first in range(0, len(files), size):
-            yield list(files[first : first + size])
 
     def _send(self, source: Source) -> str:
         try:

@@ -21,7 +21,7 @@ import os
 import pickle
 import platform
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ import pyarrow as pa
 from etrain_jupyter.data.formats.own import PROGRESS
 from etrain_jupyter.data.places import open_place
 from etrain_jupyter.data.schemas import conform
-from etrain_jupyter.data.shard_files import cut, fill_of, name_of, write_blocks
+from etrain_jupyter.data.shard_files import cut_blocks, name_of, write_blocks
 from etrain_jupyter.data.sources import Tables
 from etrain_jupyter.data.spill import (
     Group,
@@ -93,44 +93,42 @@ def part_name(number: int) -> str:
 
 
 def gather(write: SharedWrite, digest: str, number: int, first: int, end: int) -> list[RowBucket]:
-    """Divide a range of the source into buckets, and return them.
-
-    Args:
-        write: The set.
-        digest: SHA-256 of the pickled source.
-        number: Number of the range.
-        first: Its first row.
-        end: The row after its last one.
+    """Divide rows of the source, whose pickle has this SHA-256, into buckets, and return them.
 
     Raises:
         ShardError: If a row cannot be read or stored.
     """
-    _check_folder(write)
-    path = write.path(part_name(number))
-    found = read_buckets(write, path.name)
-    if found is None:
-        tables = _open_source(write, digest)(first, end, write.arrow_schema)
-        rows = (conform(table, write.arrow_schema) for table in tables)
-        found = _keep(path, write_part(path, rows, seed=write.seed, first=first))
-    return found
+
+    def rows() -> Iterator[pa.Table]:
+        for table in _open_source(write, digest)(first, end, write.arrow_schema):
+            yield conform(table, write.arrow_schema)
+
+    return _divided(write, part_name(number), rows(), seed=write.seed, first=first)
 
 
 def divide(write: SharedWrite, large: LargeBucket) -> list[RowBucket]:
     """Divide a bucket that does not fit into memory."""
+    rows = read_pieces(large.pieces, write.arrow_schema)
+    return _divided(write, large.name, rows, seed=large.seed, first=0)
+
+
+def _divided(
+    write: SharedWrite, name: str, rows: Iterator[pa.Table], *, seed: int, first: int
+) -> list[RowBucket]:
     _check_folder(write)
-    found = read_buckets(write, large.name)
-    if found is None:
-        rows = read_pieces(large.pieces, write.arrow_schema)
-        path = write.path(large.name)
-        found = _keep(path, write_part(path, rows, seed=large.seed, first=0))
-    return found
+    if (found := read_buckets(write, name)) is not None:
+        return found
+    buckets = write_part(write.path(name), rows, seed=seed, first=first)
+    content = [[b.num_rows, b.num_bytes, [piece[1:] for piece in b.pieces]] for b in buckets]
+    save_json(write.path(f"{name}.json"), content)
+    return buckets
 
 
 def count_blocks(write: SharedWrite, group: Group) -> tuple[int, int]:
     """Return the number of rows and of blocks of a group."""
     _check_folder(write)
     table = load_group(group, write.arrow_schema)
-    return len(table), len(cut(table, fill_of(write.block_bytes)))
+    return len(table), len(cut_blocks(table, write.block_bytes))
 
 
 def write_files(write: SharedWrite, files: Sequence[PlannedFile]) -> None:
@@ -145,7 +143,7 @@ def write_files(write: SharedWrite, files: Sequence[PlannedFile]) -> None:
             if loaded is None or loaded[0] != group:
                 loaded = None  # before the next one needs the memory
                 table = load_group(group, write.arrow_schema)
-                loaded = group, cut(table, fill_of(write.block_bytes))
+                loaded = group, cut_blocks(table, write.block_bytes)
             blocks += loaded[1][first:end]
         _write_file(write, file.number, blocks)
 
@@ -192,15 +190,6 @@ def save_json(path: Path, content: Any) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-
-
-def _keep(path: Path, buckets: list[RowBucket]) -> list[RowBucket]:
-    content = [
-        [bucket.num_rows, bucket.num_bytes, [piece[1:] for piece in bucket.pieces]]
-        for bucket in buckets
-    ]
-    save_json(path.with_name(f"{path.name}.json"), content)
-    return buckets
 
 
 def _load_json(path: Path) -> Any:

@@ -347,13 +347,7 @@ def _missing(place: Place, name: str) -> ShardError:
 
 
 def altered_error(place: Place, name: str, how: str) -> ShardError:
-    """Return the error for a file that was replaced after it was indexed.
-
-    Args:
-        place: The place of the file.
-        name: The file.
-        how: The difference.
-    """
+    """Return the error for a file that was replaced after it was indexed."""
     return ShardError(
         f"shard {name} in {place} is not the one that was indexed: {how}. Its data were not used. "
         "Restore it and resume the job (%etrain resume JOB); to train on the new data, start a new "

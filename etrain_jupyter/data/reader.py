@@ -93,13 +93,16 @@ class ShardReader:
     Args:
         index: The set.
         place: Its files.
-        cache: Cache for remote blocks; unused for a folder.
+        cache: Unused for a folder.
         layout: The layout of its blocks.
-        columns: Columns to read; None for all.
+        columns: None for all.
         num_kept: Maximum number of decoded blocks in memory; each thread may hold one block in
             addition. A count, not a size: with less than a whole window, an order that uses all of
             its blocks in turn would read every block for every batch.
         num_threads: Number of threads that read and decode blocks.
+
+    Raises:
+        ShardError: If the set lacks a column.
     """
 
     def __init__(
@@ -121,7 +124,12 @@ class ShardReader:
         self._num_kept = num_kept
         self._num_threads = num_threads
         self._schema = pa.ipc.read_schema(pa.py_buffer(index.schema))
-        check_columns(self._schema, columns, str(place))
+        missing = [name for name in columns or () if name not in self._schema.names]
+        if missing:
+            raise ShardError(
+                f"{place} has no column {missing[0]!r}. Its columns are "
+                f"{', '.join(map(repr, self._schema.names))}."
+            )
         self._loaded: OrderedDict[int, _Loaded] = OrderedDict()
         """Blocks in memory, the least recently used one first."""
         self._loading: dict[int, Future[_Loaded]] = {}
@@ -234,7 +242,11 @@ class ShardReader:
 
     def _decode_in_background(self) -> None:
         # Not earlier: the threads would compete with the first batch for the processors.
-        ahead = [(block, f.result()) for block, f in self._loading.items() if _has_result(f)]
+        ahead = [
+            (block, future.result())
+            for block, future in self._loading.items()
+            if future.done() and not future.cancelled() and future.exception() is None
+        ]
         for block, loaded in [*self._loaded.items(), *ahead]:
             if loaded.decoded is None and loaded.decoding is None:
                 loaded.decoding = self._pool().submit(self._decode_rows, block, loaded.data)
@@ -303,10 +315,13 @@ class ShardReader:
     def _read(self, block: Block) -> bytes:
         file = self._index.files[block.file]
         self._check_file(block.file)
-        check = partial(_has_digest, block.sha256) if block.sha256 else None
         self.num_bytes_read += block.size
+
+        def has_digest(data: bytes) -> bool:
+            return not block.sha256 or hashlib.sha256(data).hexdigest() == block.sha256
+
         return self._place.read(
-            file.name, block.first, block.size, version=file.version, check=check
+            file.name, block.first, block.size, version=file.version, check=has_digest
         )
 
     def _check_file(self, number: int) -> None:
@@ -323,16 +338,15 @@ class ShardReader:
         if facts.size != file.size:
             how = f"it has {facts.size} bytes instead of {file.size}"
             raise altered_error(self._place, file.name, how)
-        if facts.version != file.version and self._fingerprint_of(number) != file.fingerprint:
-            part = "footer" if self._index.format == "parquet" else "first record batch"
-            how = f"it was modified after it was indexed, and its {part} has another SHA-256"
-            raise altered_error(self._place, file.name, how)
+        if facts.version != file.version:
+            if self._index.format == "parquet":
+                part, digest = "footer", self._footer(number)[1]
+            else:
+                part, digest = "first record batch", first_batch_digest(self._place, file)
+            if digest != file.fingerprint:
+                how = f"it was modified after it was indexed, and its {part} has another SHA-256"
+                raise altered_error(self._place, file.name, how)
         self._checked.add(number)
-
-    def _fingerprint_of(self, number: int) -> str:
-        if self._index.format == "parquet":
-            return self._footer(number)[1]
-        return first_batch_digest(self._place, self._index.files[number])
 
     def _decode(self, number: int, data: bytes, num_rows: int | None = None) -> pa.Table:
         """Return the rows of a block, or those of some of its record batches."""
@@ -386,25 +400,3 @@ class ShardReader:
                 "with Shards(..., columns=[...]), or convert the set with write_shards."
             )
         return "Restore the file, then resume the job (%etrain resume JOB)."
-
-
-def check_columns(schema: pa.Schema, columns: Sequence[str] | None, where: str) -> None:
-    """Raise if the set lacks a column.
-
-    Raises:
-        ShardError: With the columns that it has.
-    """
-    missing = [name for name in columns or () if name not in schema.names]
-    if missing:
-        raise ShardError(
-            f"{where} has no column {missing[0]!r}. Its columns are "
-            f"{', '.join(map(repr, schema.names))}."
-        )
-
-
-def _has_result(future: Future[_Loaded]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
-
-
-def _has_digest(sha256: str, data: bytes) -> bool:
-    return hashlib.sha256(data).hexdigest() == sha256

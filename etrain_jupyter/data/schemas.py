@@ -12,7 +12,8 @@ def plain(table: pa.Table) -> pa.Table:
     """Return a table without dictionaries, and without metadata, such as that of pandas."""
     table = table.replace_schema_metadata(None)
     if any(pa.types.is_dictionary(kind) for kind in table.schema.types):
-        table = table.cast(_without_dictionaries(table.schema))
+        kinds = [k.value_type if pa.types.is_dictionary(k) else k for k in table.schema.types]
+        table = table.cast(pa.schema(zip(table.column_names, kinds, strict=True)))
     return table
 
 
@@ -35,27 +36,12 @@ def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
         ) from exc
 
 
-def _without_dictionaries(schema: pa.Schema) -> pa.Schema:
-    return pa.schema(
-        [
-            pa.field(f.name, f.type.value_type if pa.types.is_dictionary(f.type) else f.type)
-            for f in schema
-        ]
-    )
-
-
 def _described(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name}: {field.type}" for field in schema)
 
 
 def check_same_schema(one: pa.Schema, other: pa.Schema, place: Place, *names: str) -> None:
-    """Raise unless two files have the same columns with the same types; metadata may differ.
-
-    Args:
-        one: Schema of the first file.
-        other: Schema of the other file.
-        place: Their place, for the message.
-        names: Names of the two files.
+    """Raise unless the files ``names`` have the same columns and types; metadata may differ.
 
     Raises:
         ShardError: With the first difference.

@@ -26,9 +26,9 @@ def name_of(number: int) -> str:
     return f"part-{number:05}.arrow"
 
 
-def fill_of(block_bytes: int) -> int:
-    """Return the target size of the rows of a block."""
-    return int(max(1, block_bytes * FILL))
+def cut_blocks(table: pa.Table, block_bytes: int) -> list[pa.Table]:
+    """Cut rows into blocks."""
+    return cut(table, int(max(1, block_bytes * FILL)))
 
 
 def cut(table: pa.Table, num_bytes: int) -> list[pa.Table]:
@@ -39,11 +39,7 @@ def cut(table: pa.Table, num_bytes: int) -> list[pa.Table]:
 
 
 def write_blocks(path: Path, blocks: Sequence[pa.Table], schema: pa.Schema) -> list[list[Any]]:
-    """Write a file.
-
-    Returns:
-        First byte, bytes, rows, bytes in memory and SHA-256 of each block.
-    """
+    """Write a file; return first byte, bytes, rows, bytes in memory and SHA-256 of each block."""
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema, options=options) as f:
         for block in blocks:

@@ -28,24 +28,27 @@ import pyarrow as pa
 
 from etrain_jupyter.data.formats.own import MANIFEST, PROGRESS, manifest_of
 from etrain_jupyter.data.index import Block, ShardFile, ShardIndex
-from etrain_jupyter.data.local_workers import open_local_workers
 from etrain_jupyter.data.parallel_writer import ParallelWriter, plan_files, plan_ranges
-from etrain_jupyter.data.parts import SharedWrite
+from etrain_jupyter.data.parts import TOKEN, SharedWrite
 from etrain_jupyter.data.places import NoPlaceError, Place, open_place
-from etrain_jupyter.data.progress import Progress
 from etrain_jupyter.data.schemas import conform, plain
 from etrain_jupyter.data.shard_files import (
     BLOCKS_PER_FILE,
     FILL,
-    cut,
-    fill_of,
+    cut_blocks,
     name_of,
     write_blocks,
 )
 from etrain_jupyter.data.sources import Source, source_of
 from etrain_jupyter.data.spill import Spill, divided_groups, load_group
-from etrain_jupyter.data.workers import OpenWorkers, Workers
-from etrain_jupyter.data.write_state import folder_for, load_state, locked, save_state
+from etrain_jupyter.data.workers import OpenWorkers, Workers, open_local_workers
+from etrain_jupyter.data.write_state import (
+    Progress,
+    folder_for,
+    load_state,
+    locked,
+    save_state,
+)
 from etrain_jupyter.errors import ShardError
 
 
@@ -122,10 +125,7 @@ class _SetWriter:
         """Number of the first of the rows that were read last, and these rows."""
 
     def run(self, open_workers: OpenWorkers | None) -> None:
-        """Write everything that is missing.
-
-        Args:
-            open_workers: Connects to workers; None to write in this process.
+        """Write everything that is missing, with workers or in this process.
 
         Raises:
             ShardError: If the source has no rows, or something cannot be written.
@@ -235,7 +235,7 @@ class _SetWriter:
         for number, group in enumerate(groups):
             if number < first_group:
                 continue
-            blocks = self._cut(load_group(group, schema))
+            blocks = cut_blocks(load_group(group, schema), self._block_bytes)
             for block_number, block in enumerate(blocks):
                 if number == first_group and block_number < first_block:
                     continue
@@ -257,14 +257,11 @@ class _SetWriter:
         for table in self._tables(self._state.num_written):
             pending.append(table)
             if sum(table.nbytes for table in pending) >= wanted:
-                self._write_file(self._cut(pa.concat_tables(pending)), progress)
+                self._write_file(cut_blocks(pa.concat_tables(pending), self._block_bytes), progress)
                 pending = []
         if any(map(len, pending)):
-            self._write_file(self._cut(pa.concat_tables(pending)), progress)
+            self._write_file(cut_blocks(pa.concat_tables(pending), self._block_bytes), progress)
         progress.finish()
-
-    def _cut(self, table: pa.Table) -> list[pa.Table]:
-        return cut(table, fill_of(self._block_bytes))
 
     def _write_file(self, blocks: Sequence[pa.Table], progress: Progress) -> None:
         name = name_of(len(self._state.files))
@@ -284,8 +281,16 @@ class _SetWriter:
         buckets = [] if is_split else self._gather(seed).buckets()
         if not state.schema:
             return  # the source is empty
-        writer = ParallelWriter(write=self._shared_write(seed), workers=workers, out=self._out)
-        writer.prepare()
+        write = SharedWrite(
+            to=self._to,
+            folder=str(self._folder),
+            token=os.urandom(16).hex(),
+            seed=seed,
+            block_bytes=self._block_bytes,
+            schema=base64.b64decode(state.schema),
+        )
+        write.path(TOKEN).write_text(write.token)
+        writer = ParallelWriter(write=write, workers=workers, out=self._out)
         if is_split:
             buckets = writer.gather(self._source, [(first, end) for first, end in state.ranges])
         num_rows = sum(bucket.num_rows for bucket in buckets)
@@ -296,7 +301,10 @@ class _SetWriter:
         state.files = writer.write_files(
             plan_files(groups, state.num_blocks), state.files, num_rows
         )
-        self._clean_place()
+        # Files that a worker had begun when it exited.
+        for name in self._place.list():
+            if name.startswith(".part-") and name.endswith(".partial"):
+                self._place.delete(name)
 
     def _plan_ranges(self, workers: Workers) -> bool:
         """Return whether workers gather the rows; plan their ranges if it has not been done."""
@@ -313,22 +321,6 @@ class _SetWriter:
         ]
         self._save_state()
         return True
-
-    def _shared_write(self, seed: int) -> SharedWrite:
-        return SharedWrite(
-            to=self._to,
-            folder=str(self._folder),
-            token=os.urandom(16).hex(),
-            seed=seed,
-            block_bytes=self._block_bytes,
-            schema=base64.b64decode(self._state.schema),
-        )
-
-    def _clean_place(self) -> None:
-        # Files that a worker had begun when it exited.
-        for name in self._place.list():
-            if name.startswith(".part-") and name.endswith(".partial"):
-                self._place.delete(name)
 
     # --- result ---
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,7 @@ class Shards:
                 make_private(self._cache_folder())
             except OSError:
                 cache = None  # then each process indexes the files itself
-            self._index = _engine().index_place(open_place(self.path), cache)
+            self._index = _engine().opening.index_place(open_place(self.path), cache)
         return self._index
 
     @property
@@ -169,7 +170,7 @@ class Shards:
         reader = self._reader()
         for block in range(len(self.index.blocks)):
             table = reader.read_block(block)
-            yield from self.samples_of(_columns().columns_of(table), table.num_rows)
+            yield from self.samples_of(_engine().columns.columns_of(table), table.num_rows)
 
     def tables(self, first_block: int = 0) -> Iterator[pa.Table]:
         """Yield the blocks as Arrow tables, in the order of the files."""
@@ -179,7 +180,7 @@ class Shards:
 
     def samples_of(self, columns: Mapping[str, Any], num_rows: int) -> list[Any]:
         """Return the samples in the columns of some rows, after ``transform``."""
-        rows: list[Any] = _columns().rows_of(columns, num_rows)
+        rows: list[Any] = _engine().columns.rows_of(columns, num_rows)
         if self.index.sample == "tuple":
             rows = [tuple(row.values()) for row in rows]
         return rows if self.transform is None else [self.transform(row) for row in rows]
@@ -195,7 +196,7 @@ class Shards:
             ShardError: If a column does not exist.
         """
         # Created first: without pyarrow, its message is the clearest.
-        reader = _engine().ShardReader
+        reader = _engine().reader.ShardReader
         place = open_place(self.path)
         cache_bytes = self.cache_bytes if place.is_remote else 0
         opened: ShardReader = reader(
@@ -218,22 +219,25 @@ class Shards:
         return Path(self.cache_dir).expanduser().resolve() if self.cache_dir else default_folder()
 
 
-def _engine() -> Any:
-    # Imported on first use: pyarrow is an optional dependency, and describing a set or refusing a
-    # wrong argument must work without it.
+@contextmanager
+def needing_pyarrow(who: str, where: str = "") -> Iterator[None]:
+    """Raise ShardError if an import in the context fails because pyarrow is not installed.
+
+    It is an optional dependency, and describing a set or refusing a wrong argument must work
+    without it, so modules that need it are imported on first use.
+    """
     try:
-        from etrain_jupyter.data import columns, opening, reader
+        yield
     except ModuleNotFoundError as exc:
         if exc.name != "pyarrow":
             raise
         raise ShardError(
-            "Shards needs pyarrow, which is not installed. Install it on this machine and on the "
-            'workers: pip install "etrain-jupyter[data]"'
+            f"{who} needs pyarrow, which is not installed. Install it{where}: "
+            'pip install "etrain-jupyter[data]"'
         ) from exc
-    return SimpleNamespace(
-        ShardReader=reader.ShardReader, columns=columns, index_place=opening.index_place
-    )
 
 
-def _columns() -> Any:
-    return _engine().columns
+def _engine() -> Any:
+    with needing_pyarrow("Shards", " on this machine and on the workers"):
+        from etrain_jupyter.data import columns, opening, reader
+    return SimpleNamespace(columns=columns, opening=opening, reader=reader)

@@ -39,11 +39,7 @@ class Source:
 
 
 def source_of(source: Any, columns: Sequence[str] | None) -> Source:
-    """Return the rows of a source.
-
-    Args:
-        source: See ``write_shards``.
-        columns: Columns to write; None for all.
+    """Return the rows of a source of ``write_shards``.
 
     Raises:
         ShardError: If it has no rows of a known form.
@@ -55,9 +51,11 @@ def source_of(source: Any, columns: Sequence[str] | None) -> Source:
     if isinstance(source, Shards):
         return _of_shards([source], columns)
     if isinstance(source, pa.RecordBatchReader):
-        return _of_batches(source, columns)
+        batches = (_selected(pa.Table.from_batches([batch]), columns) for batch in source)
+        return Source(tables=lambda first, *_: _drop(batches, first), num_rows=None, sample="dict")
     if is_frame(source):
-        return _of_table(_selected(table_of(source), columns), "dict")
+        table = _selected(table_of(source), columns)
+        return _of_slices(lambda begin, until: table.slice(begin, until - begin), len(table))
     if type(source).__module__.partition(".")[0] == "datasets":
         return _of_hugging_face(source, columns)
     if (arrays := _as_arrays(source)) is not None:
@@ -109,20 +107,19 @@ def _rows_of(
         first, block = until, block + 1
 
 
-def _of_batches(reader: pa.RecordBatchReader, columns: Sequence[str] | None) -> Source:
+def _of_slices(
+    read: Callable[[int, int], pa.Table],
+    num_rows: int,
+    sample: SampleForm = "dict",
+    *,
+    is_described: bool = False,
+) -> Source:
     def tables(first: int, end: int | None, schema: pa.Schema | None) -> Iterator[pa.Table]:
-        batches = (_selected(pa.Table.from_batches([batch]), columns) for batch in reader)
-        return _drop(batches, first)
+        end = num_rows if end is None else end
+        for begin in range(first, end, _SLICE_ROWS):
+            yield read(begin, min(begin + _SLICE_ROWS, end))
 
-    return Source(tables=tables, num_rows=None, sample="dict")
-
-
-def _of_table(table: pa.Table, sample: SampleForm) -> Source:
-    def tables(first: int, end: int | None, schema: pa.Schema | None) -> Iterator[pa.Table]:
-        for begin, until in _slices(first, end, len(table)):
-            yield table.slice(begin, until - begin)
-
-    return Source(tables=tables, num_rows=len(table), sample=sample)
+    return Source(tables=tables, num_rows=num_rows, sample=sample, is_described=is_described)
 
 
 def _of_hugging_face(source: Any, columns: Sequence[str] | None) -> Source:
@@ -140,17 +137,15 @@ def _of_hugging_face(source: Any, columns: Sequence[str] | None) -> Source:
         return replace(_of_items(source, columns), is_described=is_described)
     stored = source.with_format("arrow")
 
-    def tables(first: int, end: int | None, schema: pa.Schema | None) -> Iterator[pa.Table]:
-        for begin, until in _slices(first, end, len(stored)):
-            try:
-                table = stored[begin:until]
-            except (pa.ArrowException, OSError) as exc:
-                raise ShardError(
-                    f"rows {begin} to {until - 1} of the data set cannot be read: {exc}"
-                ) from exc
-            yield _selected(table, columns)
+    def read(begin: int, until: int) -> pa.Table:
+        try:
+            return _selected(stored[begin:until], columns)
+        except (pa.ArrowException, OSError) as exc:
+            raise ShardError(
+                f"rows {begin} to {until - 1} of the data set cannot be read: {exc}"
+            ) from exc
 
-    return Source(tables=tables, num_rows=len(stored), sample="dict", is_described=is_described)
+    return _of_slices(read, len(stored), is_described=is_described)
 
 
 def _of_arrays(arrays: Mapping[str, Any], columns: Sequence[str] | None) -> Source:
@@ -163,14 +158,12 @@ def _of_arrays(arrays: Mapping[str, Any], columns: Sequence[str] | None) -> Sour
     lengths = {len(array) for array in arrays.values()}
     if len(lengths) > 1:
         raise ShardError(f"the arrays differ in length: {sorted(lengths)}.")
-    num_rows = lengths.pop()
 
-    def tables(first: int, end: int | None, schema: pa.Schema | None) -> Iterator[pa.Table]:
-        for begin, until in _slices(first, end, num_rows):
-            parts = [column_from(list(array[begin:until])) for array in arrays.values()]
-            yield pa.Table.from_arrays(parts, names=list(arrays))
+    def read(begin: int, until: int) -> pa.Table:
+        parts = [column_from(list(array[begin:until])) for array in arrays.values()]
+        return pa.Table.from_arrays(parts, names=list(arrays))
 
-    return Source(tables=tables, num_rows=num_rows, sample=sample)
+    return _of_slices(read, lengths.pop(), sample)
 
 
 def _of_items(source: Any, columns: Sequence[str] | None) -> Source:
@@ -207,12 +200,6 @@ def _of_iterable(source: Iterable[Any], columns: Sequence[str] | None) -> Source
 
     form = form_of(head) if columns is None else "dict"
     return Source(tables=tables, num_rows=None, sample=form)
-
-
-def _slices(first: int, end: int | None, num_rows: int) -> Iterator[tuple[int, int]]:
-    end = num_rows if end is None else end
-    for begin in range(first, end, _SLICE_ROWS):
-        yield begin, min(begin + _SLICE_ROWS, end)
 
 
 def _drop(tables: Iterable[pa.Table], skip: int) -> Iterator[pa.Table]:

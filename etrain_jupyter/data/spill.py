@@ -29,6 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etrain_jupyter.data.columns import has_offsets, is_list
 from etrain_jupyter.rules.samples.ledger import hash_of, key_of
 
 NUM_BUCKETS = 256
@@ -160,15 +161,9 @@ class Spill:
 
 
 def write_part(path: Path, tables: Iterable[pa.Table], *, seed: int, first: int) -> list[RowBucket]:
-    """Write consecutive rows of a source to a file, divided into buckets.
+    """Write consecutive rows of a source, from row ``first`` on, divided into buckets.
 
     The file appears once it is complete.
-
-    Args:
-        path: The file.
-        tables: The rows.
-        seed: Seed of the shuffle.
-        first: Number of the first row in the source.
     """
     pieces: list[list[Piece]] = [[] for _ in range(NUM_BUCKETS)]
     weights = np.zeros((NUM_BUCKETS, 2), np.int64)
@@ -205,10 +200,8 @@ def plan_groups(
 ) -> Iterator[Group | LargeBucket]:
     """Yield groups of buckets that fit into memory, and the buckets that do not; each row once.
 
-    Args:
-        buckets: All buckets of a set or of a large bucket.
-        seed: Its seed.
-        name: Beginning of the names of large buckets.
+    ``buckets`` are all buckets of a set or of a large bucket, and ``seed`` is its seed. The names
+    of large buckets begin with ``name``.
     """
     group: list[int] = []
     for number, bucket in enumerate(buckets):
@@ -229,31 +222,21 @@ def plan_groups(
 
 
 def divided_groups(
-    buckets: Sequence[RowBucket], seed: int, folder: Path, schema: pa.Schema
+    buckets: Sequence[RowBucket], seed: int, folder: Path, schema: pa.Schema, name: str = "large"
 ) -> Iterator[Group]:
     """Yield all groups; a large bucket is divided when its turn comes.
 
-    A group must be loaded before the next one is requested.
-
-    Args:
-        buckets: See ``plan_groups``.
-        seed: See ``plan_groups``.
-        folder: Folder for the files of large buckets, which are removed after their last group.
-        schema: Schema of the rows.
+    A group must be loaded before the next one is requested. The file of a large bucket in
+    ``folder`` is removed after its last group.
     """
-    for found in plan_groups(buckets, seed):
-        yield from _divided(found, folder, schema)
-
-
-def _divided(found: Group | LargeBucket, folder: Path, schema: pa.Schema) -> Iterator[Group]:
-    if isinstance(found, Group):
-        yield found
-        return
-    path = folder / found.name
-    buckets = write_part(path, read_pieces(found.pieces, schema), seed=found.seed, first=0)
-    for inner in plan_groups(buckets, found.seed, found.name):
-        yield from _divided(inner, folder, schema)
-    path.unlink()
+    for found in plan_groups(buckets, seed, name):
+        if isinstance(found, Group):
+            yield found
+            continue
+        path = folder / found.name
+        inner = write_part(path, read_pieces(found.pieces, schema), seed=found.seed, first=0)
+        yield from divided_groups(inner, found.seed, folder, schema, found.name)
+        path.unlink()
 
 
 def load_group(group: Group, schema: pa.Schema) -> pa.Table:
@@ -337,10 +320,10 @@ def _size_of(array: pa.Array) -> int:
         return len(array)
     if pa.types.is_null(kind):
         return 0
-    if _is_variable(kind):
+    if has_offsets(kind):
         total: int | None = pc.sum(pc.binary_length(array)).as_py()
         return _OFFSET_BYTES * len(array) + (total or 0)
-    if _is_list(kind):
+    if is_list(kind):
         return _OFFSET_BYTES * len(array) + _size_of(array.flatten())
     if pa.types.is_struct(kind):
         return sum(map(_size_of, array.flatten()))
@@ -353,18 +336,3 @@ def _size_of(array: pa.Array) -> int:
         return int(kind.bit_width) // 8 * len(array)
     except ValueError:
         return _UNKNOWN_BYTES * len(array)
-
-
-def _is_variable(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_binary(kind)
-        or pa.types.is_string(kind)
-        or pa.types.is_large_binary(kind)
-        or pa.types.is_large_string(kind)
-    )
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )

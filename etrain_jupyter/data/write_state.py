@@ -1,4 +1,4 @@
-"""Progress of a write, which a later call continues: its folder, its lock and its state file."""
+"""Progress of a write: its folder, its lock and its state file, and a line of text for the user."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow as pa
 
@@ -22,6 +23,8 @@ from etrain_jupyter.errors import ShardError
 from etrain_jupyter.untrusted import make_private
 
 _STATE = "state.json"
+_EVERY_S = 0.2
+_WIDTH = 30
 
 
 @dataclass(kw_only=True)
@@ -123,18 +126,20 @@ def locked(folder: Path, to: str) -> Iterator[None]:
 def load_state(folder: Path, to: str, arguments: dict[str, Any]) -> WriteState:
     """Return the progress of an unfinished write; a new one if it has stored no rows.
 
-    Args:
-        folder: Folder of the state and of the rows.
-        to: Target of the set.
-        arguments: Arguments that must be those of the unfinished write.
-
     Raises:
-        ShardError: If they are not.
+        ShardError: If the unfinished write has other arguments.
     """
     path = folder / _STATE
     state = WriteState(**json.loads(path.read_bytes())) if path.exists() else None
-    if state is None or not _is_begun(folder, state):
-        _remove_files(folder)
+    has_rows = state is not None and (
+        state.num_gathered
+        or state.files
+        or any((folder / f"{part_name(part)}.json").exists() for part in range(len(state.ranges)))
+    )
+    if state is None or not has_rows:
+        for old in folder.iterdir():
+            if old.name != "lock" and old.is_file():
+                old.unlink()
         return WriteState(arguments=arguments)
     changed = [name for name in arguments if arguments[name] != state.arguments[name]]
     if changed:
@@ -152,18 +157,41 @@ def save_state(folder: Path, state: WriteState) -> None:
     save_json(folder / _STATE, vars(state))
 
 
-def _is_begun(folder: Path, state: WriteState) -> bool:
-    """Return whether rows have been stored."""
-    parts = range(len(state.ranges))
-    return bool(
-        state.num_gathered
-        or state.files
-        or any((folder / f"{part_name(part)}.json").exists() for part in parts)
-    )
+class Progress:
+    """Prints ``shuffling  [=====>     ]  12,000 of 60,000 rows  24 MB``, on one line.
 
+    The total is None if it is unknown, and ``out`` is None to print nothing.
+    """
 
-def _remove_files(folder: Path) -> None:
-    """Remove the files of a write that stored no rows, but not the lock."""
-    for path in folder.iterdir():
-        if path.name != "lock" and path.is_file():
-            path.unlink()
+    def __init__(self, title: str, total: int | None, out: TextIO | None) -> None:
+        self._title = title
+        self._total = total
+        self._out = out
+        self._num_rows = 0
+        self._num_bytes = 0
+        self._printed_at = 0.0
+
+    def add(self, num_rows: int, num_bytes: int) -> None:
+        """Count rows."""
+        self._num_rows += num_rows
+        self._num_bytes += num_bytes
+        if self._out is not None and time.monotonic() - self._printed_at >= _EVERY_S:
+            self._print("\r")
+
+    def finish(self) -> None:
+        """Print the final state."""
+        if self._out is not None:
+            self._print("\n")
+
+    def _print(self, end: str) -> None:
+        assert self._out is not None
+        self._printed_at = time.monotonic()
+        rows = f"{self._num_rows:,} rows"
+        bar = ""
+        if self._total:
+            done = min(_WIDTH, _WIDTH * self._num_rows // self._total)
+            bar = f"[{'=' * done}{' ' * (_WIDTH - done)}]  "
+            rows = f"{self._num_rows:,} of {self._total:,} rows"
+        text = f"{self._title}  {bar}{rows}  {self._num_bytes / 1e6:,.0f} MB"
+        self._out.write(f"\r{text}{end if end == chr(10) else ''}")
+        self._out.flush()

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import etrain_jupyter
 from etrain_jupyter.data.index import BLOCK_BYTES
 from etrain_jupyter.data.places import absolute_path
-from etrain_jupyter.data.shards import Shards
-from etrain_jupyter.data.workers import OpenWorkers
+from etrain_jupyter.data.shards import Shards, needing_pyarrow
+from etrain_jupyter.data.workers import OpenWorkers, open_local_workers
 from etrain_jupyter.errors import ShardError
+from etrain_jupyter.plugin import load
 from etrain_jupyter.process.processes import num_usable_cores
 
 
@@ -76,8 +76,9 @@ def write_shards(
     """
     _check_options(shuffle=shuffle, block_bytes=block_bytes, workers=workers, pool=pool)
     place = absolute_path(to)
-    writer = _writer()
-    writer(
+    with needing_pyarrow("write_shards"):
+        from etrain_jupyter.data.shard_writer import write_set
+    write_set(
         source,
         place,
         columns=columns,
@@ -109,27 +110,11 @@ def _opener_of(workers: int | None, pool: str | None) -> OpenWorkers | None:
     if pool is None and workers is None:
         return None
     if pool is None or pool == "local":
-        from etrain_jupyter.data.local_workers import open_local_workers
-
         return partial(open_local_workers, workers or num_usable_cores())
     if workers is not None:
         raise ShardError(
             f"workers={workers} is a number of processes on this machine, and pool={pool!r} uses "
             "its own workers. Nothing was written. Leave one of them out."
         )
-    # The pools are above this package, which uses only what the package as a whole offers.
-    return partial(etrain_jupyter.open_task_workers, pool)
-
-
-def _writer() -> Any:
-    # Imported on first use: pyarrow is an optional dependency.
-    try:
-        from etrain_jupyter.data.shard_writer import write_set
-    except ModuleNotFoundError as exc:
-        if exc.name != "pyarrow":
-            raise
-        raise ShardError(
-            "write_shards needs pyarrow, which is not installed. Install it: "
-            'pip install "etrain-jupyter[data]"'
-        ) from exc
-    return write_set
+    # The pools are above this package, which therefore loads them by name.
+    return partial(load("etrain_jupyter.pools.tasks:open_task_workers"), pool)

@@ -400,24 +400,16 @@ def test_place_without_shards_is_an_error(home: Home, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ writes
 
 
-def test_set_that_is_written_is_read_again(home: Home, tmp_path: Path) -> None:
-    written = write_shards(
-        make_table(), home.url, block_bytes=2000, spill_dir=tmp_path, progress=False
-    )
+@pytest.mark.parametrize("workers", [None, 2])
+def test_set_that_is_written_is_read_again(home: Home, tmp_path: Path, workers: int | None) -> None:
+    options = {"block_bytes": 2000, "spill_dir": tmp_path, "progress": False}
+    one = write_shards(make_table(), tmp_path / "one", **options)
+
+    written = write_shards(make_table(), home.url, workers=workers, **options)
 
     assert sorted(sample["id"] for sample in open_set(home, tmp_path)) == list(range(NUM_ROWS))
-    assert len(written.index.blocks) > 8
-    assert not [name for name in home.names() if "writing" in name]
-
-
-def test_set_written_by_two_processes_is_equal(home: Home, tmp_path: Path) -> None:
-    one = write_shards(make_table(), tmp_path / "one", block_bytes=2000, progress=False)
-
-    written = write_shards(
-        make_table(), home.url, block_bytes=2000, spill_dir=tmp_path, progress=False, workers=2
-    )
-
     assert written.digest == one.digest
+    assert len(written.index.blocks) > 8
     assert not [name for name in home.names() if "writing" in name or "partial" in name]
 
 

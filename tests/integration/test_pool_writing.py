@@ -15,7 +15,7 @@ from etrain_jupyter.errors import PoolError, ShardError
 from etrain_jupyter.process.tls import mint_certificates, write_certificates
 from tests.capabilities import long
 from tests.integration.dask_cluster import DaskCluster
-from tests.unit.data.indexed_rows import NUM_ROWS, ExitingRows, Rows
+from tests.unit.data.indexed_rows import NUM_ROWS, ExitingRows, Rows, content
 
 pytestmark = pytest.mark.timeout(300)
 BLOCK_BYTES = 100
@@ -26,10 +26,6 @@ def closed_connections() -> Iterator[None]:
     """Raise the warning about leaked sockets in the test that caused it."""
     yield
     gc.collect()
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_killed_dask_worker_changes_no_byte(tmp_path: Path) -> None:

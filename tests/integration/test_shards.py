@@ -157,23 +157,6 @@ def test_churn_and_a_resume_leave_the_weights_of_a_calm_run(
     assert {event.world_size for event in found(job, StepCompleted)} == {1, 2}
 
 
-def test_missing_shard_ends_the_job_with_its_name(
-    s3_process: S3Server, corpus: str, submit: Any
-) -> None:
-    write_shards(Shards(corpus), "s3://corpus/broken", block_bytes=1200, progress=False)
-    keys = body("s3://corpus/broken")
-    len(keys["data"]["train"])
-    s3_process.remove("corpus", "broken/part-00000.arrow")
-
-    job = submit(**keys)
-
-    with pytest.raises(JobFailedError):
-        job.wait(timeout=200)
-    assert (
-        "part-00000.arrow is missing in s3://corpus/broken" in found(job, UserErrorRaised)[0].error
-    )
-
-
 # --- bad input, from the cell to its error ---
 
 
@@ -211,21 +194,6 @@ def test_shard_that_is_replaced_before_its_first_read_ends_the_job(
 
     assert f"shard a.parquet in {tmp_path} is not the one that was indexed" in error
     assert "%etrain resume JOB" in error
-
-
-@pytest.mark.usefixtures("corpus")
-@long
-def test_shard_that_is_replaced_in_mid_run_ends_the_job(tmp_path: Path, submit: Any) -> None:
-    write_parquet(tmp_path, seed=1)
-    SLOW.touch()
-    job = submit(**body(str(tmp_path), data={"train": Shards(tmp_path, window=2)}))
-    steps_on(job, 3)
-
-    write_parquet(tmp_path, seed=2)
-
-    error = failed(job)
-    assert "parquet" in error
-    assert "is not the one that was indexed: its size or modification time has changed" in error
 
 
 def test_objects_that_cannot_be_read_end_the_job_with_their_reason(

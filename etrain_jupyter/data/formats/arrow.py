@@ -13,7 +13,7 @@ from etrain_jupyter.data.formats.arrow_messages import (
     Message,
     walk_messages,
 )
-from etrain_jupyter.data.index import BLOCK_BYTES, Block, ShardFile, ShardIndex, drop_empty
+from etrain_jupyter.data.index import BLOCK_BYTES, Block, ShardFile, ShardIndex
 from etrain_jupyter.data.places import Place
 from etrain_jupyter.data.schemas import check_same_schema
 from etrain_jupyter.errors import ShardError
@@ -58,7 +58,7 @@ def index_arrow(place: Place, files: Sequence[ShardFile]) -> ShardIndex:
         format="arrow",
         schema=schema.serialize().to_pybytes(),
         files=tuple(known),
-        blocks=drop_empty(blocks),
+        blocks=tuple(block for block in blocks if block.rows),
     )
 
 

@@ -47,11 +47,7 @@ class InvalidMessageError(ValueError):
 
 
 def walk_messages(read: Read, size: int) -> Iterator[Message]:
-    """Yield the messages of an IPC file or stream.
-
-    Args:
-        read: Reads a range of the file.
-        size: Bytes of the file.
+    """Yield the messages of an IPC file or stream of ``size`` bytes.
 
     Raises:
         InvalidMessageError: If the file is truncated, or is not in this format.

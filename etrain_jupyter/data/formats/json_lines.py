@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import pyarrow.json
 
-from etrain_jupyter.data.index import BLOCK_BYTES, Block, ShardFile, ShardIndex, drop_empty
+from etrain_jupyter.data.index import BLOCK_BYTES, Block, ShardFile, ShardIndex
 from etrain_jupyter.data.places import Place
 from etrain_jupyter.errors import ShardError
 
@@ -49,29 +49,26 @@ def index_json_lines(place: Place, files: Sequence[ShardFile]) -> ShardIndex:
         format="json",
         schema=schema.serialize().to_pybytes(),
         files=tuple(files),
-        blocks=drop_empty(blocks),
+        blocks=tuple(block for block in blocks if block.rows),
     )
 
 
 def decode_json_lines(data: bytes, schema: pa.Schema, *, ignores_others: bool) -> pa.Table:
-    """Return the rows of a block of lines.
-
-    Args:
-        data: Whole lines.
-        schema: The columns to read.
-        ignores_others: Ignore other keys; otherwise they are an error.
+    """Return the columns of ``schema`` in whole lines.
 
     Raises:
-        pa.ArrowInvalid: If a line does not fit the schema.
+        pa.ArrowInvalid: If a line does not fit the schema, or has other keys that are not ignored.
     """
-    return pyarrow.json.read_json(
-        io.BytesIO(data),
-        read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
-        parse_options=pyarrow.json.ParseOptions(
-            explicit_schema=schema,
-            unexpected_field_behavior="ignore" if ignores_others else "error",
-        ),
+    behavior = "ignore" if ignores_others else "error"
+    return _read_json(
+        data,
+        pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior=behavior),
     )
+
+
+def _read_json(data: bytes, options: pyarrow.json.ParseOptions | None = None) -> pa.Table:
+    whole = pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1)
+    return pyarrow.json.read_json(io.BytesIO(data), read_options=whole, parse_options=options)
 
 
 def count_rows(data: bytes) -> int:
@@ -112,10 +109,6 @@ def _check_last_line(place: Place, file: ShardFile) -> None:
 
 def _schema_of(data: bytes, place: Place, file: ShardFile) -> pa.Schema:
     try:
-        table = pyarrow.json.read_json(
-            io.BytesIO(data),
-            read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(data) + 1),
-        )
+        return _read_json(data).schema
     except pa.ArrowInvalid as exc:
         raise ShardError(f"{file.name} in {place} is not JSON lines: {exc}.") from exc
-    return table.schema

@@ -29,12 +29,7 @@ VERSION = 1
 
 
 def manifest_of(index: ShardIndex, about: dict[str, Any]) -> bytes:
-    """Return the manifest of a set.
-
-    Args:
-        index: The set, with digests.
-        about: Further facts for the reader, such as the seed of the shuffle.
-    """
+    """Return the manifest of a set, with facts about it for the reader."""
     files: list[dict[str, Any]] = [
         {"name": file.name, "size": file.size, "blocks": []} for file in index.files
     ]

@@ -98,14 +98,9 @@ def decode_parquet(
     footer: pq.FileMetaData,
     columns: Sequence[str] | None,
 ) -> pa.Table:
-    """Return the rows of a row group.
+    """Return the rows of the row group that begins at byte ``first`` of a file of ``size`` bytes.
 
-    Args:
-        data: The bytes of the row group.
-        first: Their offset in the file.
-        size: Bytes of the whole file.
-        footer: The file's metadata.
-        columns: Columns to decode; None for all.
+    ``data`` are the bytes of the row group only.
     """
     groups = range(footer.num_row_groups)
     group = next(
@@ -140,25 +135,14 @@ class _Part(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Change the position."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         self._position = base + offset
         return self._position
 
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
     def read(self, size: int = -1) -> bytes:
-        """Return bytes of the range that is present."""
         begin = self._position - self._first
         end = len(self._data) if size < 0 else begin + size
         if begin < 0 or end > len(self._data):

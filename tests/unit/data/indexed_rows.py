@@ -54,3 +54,8 @@ def wait_for(path: Path) -> int:
     while not path.exists():
         time.sleep(0.02)
     return os.getpid()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return all files of a set."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -98,20 +98,16 @@ def test_full_disk_is_bypassed_with_one_warning(
     assert list((tmp_path / "cache").glob("*.partial")) == []
 
 
-def test_folder_that_others_can_write_to_is_not_used(tmp_path: Path, source: Source) -> None:
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o777)
-
-    cache, warnings = make_cache(tmp_path)
-
-    assert source.get(cache, "a").startswith(b"a")
-    assert entries(tmp_path) == []
-    assert "another user" in warnings[0]
-
-
-def test_folder_that_is_a_link_is_not_used(tmp_path: Path, source: Source) -> None:
-    (tmp_path / "private").mkdir(mode=0o700)
-    (tmp_path / "cache").symlink_to(tmp_path / "private")
+@pytest.mark.parametrize("is_link", [False, True])
+def test_folder_that_others_may_have_prepared_is_not_used(
+    tmp_path: Path, source: Source, is_link: bool
+) -> None:
+    if is_link:
+        (tmp_path / "private").mkdir(mode=0o700)
+        (tmp_path / "cache").symlink_to(tmp_path / "private")
+    else:
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache").chmod(0o777)
 
     cache, warnings = make_cache(tmp_path)
 

@@ -27,6 +27,13 @@ from etrain_jupyter.errors import ShardError
 NUM_ROWS = 300
 
 
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store the rows of a source after every few of them."""
+    monkeypatch.setattr(spill, "FLUSH_BYTES", 800)
+    monkeypatch.setattr("etrain_jupyter.data.rows._CHUNK_ROWS", 20)
+
+
 def write(source: Any, to: Path, **options: Any) -> Shards:
     return write_shards(source, to, progress=False, **{"block_bytes": 1000, **options})
 
@@ -153,13 +160,12 @@ def test_files_that_are_too_large_for_memory_are_divided(
     assert not (tmp_path / "set" / ".writing").exists()
 
 
+@pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("fail_at", [1, 100, 299])
 def test_interrupted_write_continues_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int, shuffle: bool
+    tmp_path: Path, fail_at: int, shuffle: bool
 ) -> None:
-    monkeypatch.setattr(spill, "FLUSH_BYTES", 800)
-    monkeypatch.setattr("etrain_jupyter.data.rows._CHUNK_ROWS", 20)
     expected = ids(write(table(), tmp_path / "whole", shuffle=shuffle))
     options = {"shuffle": shuffle, "block_bytes": 100 if not shuffle else 1000}
     with pytest.raises(KeyboardInterrupt):
@@ -206,11 +212,8 @@ def test_write_that_is_killed_between_two_files_continues(
     assert rest.read == [0, 299], "only looks at the form of a row, and at the last one"
 
 
-def test_other_arguments_do_not_continue_an_interrupted_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spill, "FLUSH_BYTES", 800)
-    monkeypatch.setattr("etrain_jupyter.data.rows._CHUNK_ROWS", 20)
+@pytest.mark.usefixtures("short_chunks")
+def test_other_arguments_do_not_continue_an_interrupted_write(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         write(Rows(fail_at=200), tmp_path / "set", seed=1)
 
@@ -222,13 +225,12 @@ def other_rows(num_rows: int = NUM_ROWS) -> list[dict[str, Any]]:
     return [{"id": number, "text": f"changed {number}"} for number in range(num_rows)]
 
 
+@pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("has_index", [True, False])
 def test_changed_source_does_not_continue_an_interrupted_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_index: bool, shuffle: bool
+    tmp_path: Path, has_index: bool, shuffle: bool
 ) -> None:
-    monkeypatch.setattr(spill, "FLUSH_BYTES", 800)
-    monkeypatch.setattr("etrain_jupyter.data.rows._CHUNK_ROWS", 20)
 
     def one_by_one(rows: Any) -> Any:
         return rows if has_index else (rows[number] for number in range(NUM_ROWS))
@@ -407,11 +409,8 @@ def test_folder_that_another_user_may_have_prepared_is_refused(
     assert list((tmp_path / "victim").iterdir()) == []
 
 
-def test_rows_of_an_unfinished_write_are_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spill, "FLUSH_BYTES", 800)
-    monkeypatch.setattr("etrain_jupyter.data.rows._CHUNK_ROWS", 20)
+@pytest.mark.usefixtures("short_chunks")
+def test_rows_of_an_unfinished_write_are_private(tmp_path: Path) -> None:
     folder = spill_folder(tmp_path)
 
     with pytest.raises(KeyboardInterrupt):
