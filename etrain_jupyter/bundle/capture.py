@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.bundle.code_table import tabulate
-from etrain_jupyter.bundle.local_modules import is_local_module, pickling_local_modules_by_value
 from etrain_jupyter.bundle.payload import (
     MAX_BYTES,
     Part,
@@ -34,8 +34,14 @@ from etrain_jupyter.bundle.payload import (
     PickleStream,
     chunks_of,
 )
-from etrain_jupyter.bundle.pickler import BundlePickler, ProbePickler, digest_of_value
-from etrain_jupyter.bundle.restore import FORMAT_VERSION, HEADER
+from etrain_jupyter.bundle.pickler import (
+    BundlePickler,
+    ProbePickler,
+    digest_of_value,
+    is_local_module,
+    pickling_local_modules_by_value,
+)
+from etrain_jupyter.bundle.restore import FORMAT_VERSION, HEADER, version_of
 from etrain_jupyter.bundle.sources import collect_sources, defining_cell
 from etrain_jupyter.bundle.tensors import ALIGNMENT
 from etrain_jupyter.bundle.unpicklable import find_unpicklable
@@ -48,6 +54,7 @@ LARGE_BYTES = 64 * 1024 * 1024
 NUM_LARGEST = 5
 """Number of names listed in the error about a bundle that is too large."""
 
+_REMEDY_FOR_SIZE = "pass a function that builds or loads it there"
 _PACKAGES = ("torch", "numpy", "cloudpickle", "etrain-jupyter")
 
 CellOf = Callable[[str, Any], str]
@@ -129,16 +136,38 @@ def capture_bundle(
     header = {
         "format": FORMAT_VERSION,
         "python": list(sys.version_info[:3]),
-        "packages": {name: _version_of(name) for name in _PACKAGES},
+        "packages": {name: version_of(name) for name in _PACKAGES},
         "references": dict(references),
         "names": list(objects),
         "cells": {name: asdict(cell) for name, cell in cells.items()},
-        "code": tabulate(
-            pickler.codes, pickler.functions, pickler.classes, objects, digests
-        ).to_dict(),
+        "code": asdict(
+            tabulate(pickler.codes, pickler.functions, pickler.classes, objects, digests)
+        ),
         "table": payload.table_position,
     }
     return _finish(header, payload, sizes)
+
+
+def write_bundle(path: Path, bundle: Bundle | bytes) -> None:
+    """Write a bundle to a new file that only its owner can read.
+
+    Raises:
+        BundleError: If the notebook's memory has changed since the bundle was captured.
+        OSError: If the file cannot be written.
+    """
+    digest = hashlib.sha256()
+    # O_EXCL and mode 0600: the folder may be shared, and the bundle contains the user's data.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        for chunk in [bundle] if isinstance(bundle, bytes) else bundle.chunks():
+            digest.update(chunk)
+            file.write(chunk)
+    # Large arrays are not copied at capture, so another thread may change one before it is written.
+    if not isinstance(bundle, bytes) and digest.hexdigest() != bundle.digest:
+        raise BundleError(
+            "another thread of the notebook changed an array or tensor of the job while it was "
+            "being written. Nothing was submitted. Wait for that thread, then run the cell again."
+        )
 
 
 def _pickle_all(
@@ -169,7 +198,12 @@ def _finish(header: Mapping[str, Any], payload: Payload, sizes: dict[str, int]) 
     digest = hashlib.sha256()
     for chunk in chunks_of(parts):
         digest.update(chunk)
-    warnings = [_size_warning(name, size) for name, size in sizes.items() if size > LARGE_BYTES]
+    warnings = [
+        f"'{name}' ({size / 2**20:.0f} MB) will be copied to every worker. To avoid the copy, "
+        f"{_REMEDY_FOR_SIZE}."
+        for name, size in sizes.items()
+        if size > LARGE_BYTES
+    ]
     return Bundle(digest=digest.hexdigest(), parts=parts, sizes=sizes, warnings=tuple(warnings))
 
 
@@ -228,23 +262,6 @@ def _cannot_be_sent(name: str, value: Any, exc: Exception, cell_of: CellOf) -> B
         f"'{name}'{defined} cannot be sent to the workers: {found.explanation}. "
         f"Nothing was submitted. {found.remedy}"
     )
-
-
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _size_warning(name: str, size: int) -> str:
-    return (
-        f"'{name}' ({size / 2**20:.0f} MB) will be copied to every worker. To avoid the copy, "
-        f"{_REMEDY_FOR_SIZE}."
-    )
-
-
-_REMEDY_FOR_SIZE = "pass a function that builds or loads it there"
 
 
 def _too_large(

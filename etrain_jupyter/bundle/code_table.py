@@ -51,10 +51,6 @@ class CodeTable:
         text = json.dumps([functions, dict(self.values), dict(self.data)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        return {"functions": self.functions, "values": self.values, "data": self.data}
-
 
 @dataclass(frozen=True, kw_only=True)
 class CodeChange:
@@ -79,12 +75,8 @@ def tabulate(
 ) -> CodeTable:
     """Compute the table for the objects that a pickler has recorded.
 
-    Args:
-        codes: Code objects that are pickled by value.
-        functions: All functions that were pickled, by value or by name.
-        classes: Classes that are pickled by value.
-        names: Captured objects, by the name that the references use.
-        data: Digests of data, by name.
+    Codes and classes are those that are pickled by value; functions, all that were pickled.
+    ``names`` are the captured objects by the name that the references use; ``data``, digests.
     """
     # List outer functions only: the source of a nested function is part of its outer function.
     known = list(dict.fromkeys(codes))
@@ -148,10 +140,7 @@ def compare_code(
 ) -> list[CodeChange]:
     """Return the differences between two tables: functions, then values, then data.
 
-    Args:
-        old: Table of the bundle that the job was started with.
-        new: Table of the current bundle.
-        cells: Sources of the old and of the new bundle.
+    ``cells`` are the sources of the old and of the new bundle.
     """
     changes = []
     for name in _in_order(old.functions, new.functions):
@@ -167,18 +156,16 @@ def compare_code(
         ]
         where = cell.label if cell else ""
         changes.append(CodeChange(name=name, kind="code", where=where, old=shown[0], new=shown[1]))
-    for name in _in_order(old.values, new.values):
-        texts = [table.values.get(name, _MISSING) for table in (old, new)]
-        if texts[0] != texts[1]:
-            short = [_short(text) for text in texts]
-            changes.append(
-                CodeChange(name=name, kind="value", where="", old=short[0], new=short[1])
-            )
-    for name in _in_order(old.data, new.data):
-        texts = [table.data.get(name, "") for table in (old, new)]
-        if texts[0] != texts[1]:
-            short = [text[:12] if text else _MISSING for text in texts]
-            changes.append(CodeChange(name=name, kind="data", where="", old=short[0], new=short[1]))
+    for kind, olds, news, shorten in (
+        ("value", old.values, new.values, _short),
+        ("data", old.data, new.data, lambda digest: digest[:12]),
+    ):
+        for name in _in_order(olds, news):
+            if olds.get(name) != news.get(name):
+                shown = [shorten(t[name]) if name in t else _MISSING for t in (olds, news)]
+                changes.append(
+                    CodeChange(name=name, kind=kind, where="", old=shown[0], new=shown[1])
+                )
     return changes
 
 

@@ -1,22 +1,28 @@
-"""Picklers for notebook objects, which refuse some objects, record the code, and store tensors."""
+"""Picklers for notebook objects, which refuse some objects, record the code, and store tensors.
+
+The user's own modules next to the notebook are pickled by value. The workers must get such a module
+as it is in the notebook's memory, including recent edits: a module in the working folder is not
+installed on the workers, or only in an older version.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
+import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 
-from etrain_jupyter.bundle.local_modules import (
-    is_class_by_value,
-    is_module_by_value,
-    reduce_module,
-)
 from etrain_jupyter.bundle.payload import MAX_BYTES
+from etrain_jupyter.bundle.restore import fill_module, make_module
+from etrain_jupyter.bundle.sources import is_library
 from etrain_jupyter.bundle.tensors import TensorRecorder
 from etrain_jupyter.bundle.unpicklable import (
     RefusedError,
@@ -26,6 +32,9 @@ from etrain_jupyter.bundle.unpicklable import (
 )
 from etrain_jupyter.data.kinds import is_hugging_face
 from etrain_jupyter.data.shards import Shards
+
+_EXCLUDED = ("__builtins__", "__loader__", "__spec__", "__cached__")
+"""Module attributes that the import system sets."""
 
 
 class BundlePickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -51,10 +60,10 @@ class BundlePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return NotImplemented
         if isinstance(obj, FunctionType):
             self.functions.append(obj)
-        elif isinstance(obj, type) and is_class_by_value(obj):
+        elif isinstance(obj, type) and obj.__module__ in ("__main__", *_by_value()):
             self.classes.append(obj)
-        if isinstance(obj, ModuleType) and is_module_by_value(obj):
-            return reduce_module(obj)
+        if isinstance(obj, ModuleType) and obj.__name__ in _by_value():
+            return _reduce_module(obj)
         if is_standard_stream(obj):
             # Replace the notebook's stream with the trainer's own stream of the same name.
             return getattr, (sys, "stderr" if obj in (sys.stderr, sys.__stderr__) else "stdout")
@@ -64,8 +73,10 @@ class BundlePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if is_hugging_face(obj):
             return self._reduce_dataset(obj)
         torch = sys.modules.get("torch")
-        # A type with a registered reducer has its own format, even if it is a tensor.
-        if torch is not None and isinstance(obj, torch.Tensor) and type(obj) not in _reducers():
+        # A type whose reducer is registered with ``copyreg`` or cloudpickle has its own format,
+        # even if it is a tensor.
+        registered = cloudpickle.Pickler.dispatch_table
+        if torch is not None and isinstance(obj, torch.Tensor) and type(obj) not in registered:
             return self.tensors.reduce(obj)
         return super().reducer_override(obj)
 
@@ -77,11 +88,6 @@ class BundlePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if (size := num_bytes_of(dataset)) > MAX_BYTES:
             raise RefusedError(refusal_of_dataset(size, MAX_BYTES))
         return reduce_dataset(dataset)
-
-
-def _reducers() -> Mapping[type, Any]:
-    # Reducers that are registered with ``copyreg`` or cloudpickle.
-    return cloudpickle.Pickler.dispatch_table  # type: ignore[no-any-return]
 
 
 class DigestPickler(BundlePickler):
@@ -141,3 +147,81 @@ def digest_of_value(value: Any) -> str:
     digest = hashlib.sha256()
     DigestPickler(CallbackFile(digest.update)).dump(value)
     return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------ local modules
+
+
+def _by_value() -> set[str]:
+    modules: set[str] = cloudpickle.list_registry_pickle_by_value()
+    return modules
+
+
+@contextmanager
+def pickling_local_modules_by_value() -> Iterator[None]:
+    """Register the loaded local modules with cloudpickle while the context is active."""
+    # The registry is global. Keep the user's own registrations.
+    known = _by_value()
+    local = [m for m in list(sys.modules.values()) if _is_local(m) and m.__name__ not in known]
+    for module in local:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in local:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _reduce_module(module: ModuleType) -> tuple[Any, ...]:
+    """Pickle a module as an empty module that is filled afterwards."""
+    # Two steps, because modules may import each other:
+    #
+    #   make_module("a")          -> memo: a, still empty
+    #     state of a refers to b:
+    #     make_module("b")        -> memo: b
+    #       state of b refers to a: from the memo
+    #     fill_module(b, ...)
+    #   fill_module(a, ...)
+    state = {name: value for name, value in vars(module).items() if name not in _EXCLUDED}
+    return make_module, (module.__name__,), state, None, None, fill_module
+
+
+def is_local_module(name: str) -> bool:
+    """Return True if the module with this name is a file under the working folder."""
+    try:
+        spec = getattr(sys.modules.get(name), "__spec__", None) or importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and _is_local_file(spec.origin)
+
+
+def _is_local(module: Any) -> bool:
+    if not isinstance(module, ModuleType) or sys.modules.get(module.__name__) is not module:
+        return False
+    # cloudpickle handles __main__ itself. This package is installed on every worker, even if it is
+    # a source tree in the working folder here.
+    own_package = __name__.split(".")[0]
+    if module.__name__ == "__main__" or module.__name__.split(".")[0] == own_package:
+        return False
+    return _is_local_file(getattr(module, "__file__", None))
+
+
+def _is_local_file(file: str | None) -> bool:
+    """Return True for Python source under the working folder that is not an installed package."""
+    if not isinstance(file, str) or not file.endswith(".py"):
+        return False
+    return _is_source_under(file, os.getcwd())
+
+
+# Cached, because every capture checks all loaded modules, of which there are thousands once
+# torch.compile was used.
+@functools.cache
+def _is_source_under(file: str, folder: str) -> bool:
+    path = os.path.realpath(file)
+    # A virtual environment is often in the working folder.
+    installed = any(_is_under(path, prefix) for prefix in (sys.prefix, sys.base_prefix))
+    return _is_under(path, folder) and not installed and not is_library(path)
+
+
+def _is_under(path: str, folder: str) -> bool:
+    return path.startswith(os.path.realpath(folder).rstrip(os.sep) + os.sep)

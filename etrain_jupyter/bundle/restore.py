@@ -29,6 +29,9 @@ FORMAT_VERSION = 2
 HEADER = struct.Struct("!I")
 """Length of the JSON header, which follows."""
 
+CHUNK_BYTES = 2 << 20
+"""Chunk size for sending a bundle, in bytes: sender and receiver each hold one chunk in memory."""
+
 Readable = bytes | bytearray | memoryview | Path | io.BufferedReader
 """A bundle, as its bytes or its file."""
 
@@ -112,7 +115,7 @@ class OpenBundle:
         """Describe each package that differs: ``torch 2.6.0 in the notebook, 2.7.0 here``."""
         found = []
         for package, theirs in self.packages.items():
-            ours = _version_of(package)
+            ours = version_of(package)
             if theirs and theirs != ours:
                 found.append(f"{package} {theirs} in the notebook, {ours or 'none'} here")
         return found
@@ -212,6 +215,16 @@ def digest_of_file(file: Any) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def has_digest(path: Path, digest: str, *, size: int | None = None) -> bool:
+    """Return True if the file exists and has this SHA-256. With ``size``, check the size first."""
+    try:
+        if size is not None and path.stat().st_size != size:
+            return False
+        return digest_of_file(open_regular(path)) == digest
+    except OSError:
+        return False
+
+
 class _Content:
     """The bytes of a bundle, in memory or in an open file."""
 
@@ -272,9 +285,6 @@ class _FromStart(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         # No caller seeks from the end.
         self._position = offset + (self._position if whence == os.SEEK_CUR else 0)
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
     def readinto(self, buffer: Any) -> int:
@@ -345,7 +355,8 @@ def _import(module: str, attribute: str) -> Any:
     return value
 
 
-def _version_of(package: str) -> str:
+def version_of(package: str) -> str:
+    """Return the installed version of a package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

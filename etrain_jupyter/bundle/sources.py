@@ -59,9 +59,7 @@ def collect_sources(
 ) -> dict[str, CellSource]:
     """Return the text of the user's files and cells that contain captured code.
 
-    Args:
-        filenames: ``co_filename`` of all code that is pickled by value.
-        cell_numbers: Execution count of each cell, by the file name that the kernel gave it.
+    ``cell_numbers`` has the execution count of each cell, by the file name that the kernel gave it.
     """
     found = {}
     for name in sorted(set(filenames)):

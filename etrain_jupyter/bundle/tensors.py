@@ -178,12 +178,7 @@ def rebuild_tensor(*_: Any) -> Any:
 
 
 class TensorReader:
-    """Rebuild a bundle's tensors on top of its bytes, without copying them.
-
-    Args:
-        payload: Writable memory, which the tensors keep alive.
-        table: Positions of the elements.
-    """
+    """Rebuild a bundle's tensors on top of its writable bytes, which they keep alive."""
 
     def __init__(self, payload: memoryview, table: TensorTable) -> None:
         self._payload = payload

@@ -117,4 +117,4 @@ def _opener_of(workers: int | None, pool: str | None) -> OpenWorkers | None:
             "its own workers. Nothing was written. Leave one of them out."
         )
     # The pools are above this package, which therefore loads them by name.
-    return partial(load("etrain_jupyter.pools.tasks:open_task_workers"), pool)
+    return partial(load("etrain_jupyter.pools.registry:open_task_workers"), pool)

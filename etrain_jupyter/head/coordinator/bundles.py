@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from etrain_jupyter.bundle.files import CHUNK_BYTES, has_digest
+from etrain_jupyter.bundle.restore import CHUNK_BYTES, has_digest
 from etrain_jupyter.head.coordinator.requests import RequestError
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from etrain_jupyter.bundle.files import CHUNK_BYTES
+from etrain_jupyter.bundle.restore import CHUNK_BYTES
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import PoolError
 from etrain_jupyter.notebook.job.job_record import RunRecord

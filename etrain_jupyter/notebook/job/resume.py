@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from etrain_jupyter import __version__
 from etrain_jupyter.bundle.code_table import compare_code
-from etrain_jupyter.bundle.files import has_digest
-from etrain_jupyter.bundle.restore import open_bundle
+from etrain_jupyter.bundle.restore import has_digest, open_bundle
 from etrain_jupyter.config.differences import Difference, compare_configs, with_values
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import (

@@ -22,9 +22,10 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from etrain_jupyter.bundle.files import has_digest, write_bundle
+from etrain_jupyter.bundle.capture import Bundle, write_bundle
+from etrain_jupyter.bundle.restore import has_digest
 from etrain_jupyter.display.numbers import counted
 from etrain_jupyter.errors import EtrainError, JobNotFoundError
 from etrain_jupyter.notebook.job.cluster_location import find_cluster
@@ -39,9 +40,6 @@ from etrain_jupyter.notebook.job.job_record import (
 from etrain_jupyter.process.files import draft_of
 from etrain_jupyter.storage.ownership import sign
 from etrain_jupyter.untrusted import check_job_id, is_job_id, open_regular, plain_line
-
-if TYPE_CHECKING:
-    from etrain_jupyter.bundle.capture import Bundle
 
 ROOT_VARIABLE = "ETRAIN_RUNS"
 DEFAULT_ROOT = "etrain-runs"

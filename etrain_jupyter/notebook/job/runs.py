@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from etrain_jupyter.bundle.files import has_digest
+from etrain_jupyter.bundle.restore import has_digest
 from etrain_jupyter.errors import ConfigError, RunStoreError
 from etrain_jupyter.log.events import TERMINAL_STATUSES
 from etrain_jupyter.notebook.job.job_record import (

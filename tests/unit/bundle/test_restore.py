@@ -3,10 +3,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import linecache
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -34,6 +37,16 @@ def test_second_evaluation_returns_the_state_of_the_notebook() -> None:
     trained.value = 5
     assert opened.evaluate("model").value == 0
     assert trained.value == 5
+
+
+def test_expression_is_evaluated_again_each_time() -> None:
+    opened = open_bundle(capture_bundle({"model": "make()"}, {"make": Counter}).data)
+    assert opened.evaluate("model") is not opened.evaluate("model")
+
+
+def test_import_path_is_imported_on_the_worker() -> None:
+    opened = open_bundle(capture_bundle({"loss": "collections:OrderedDict.fromkeys"}, {}).data)
+    assert opened.evaluate("loss")("ab") == {"a": None, "b": None}
 
 
 def test_evaluation_does_not_change_captured_names() -> None:
@@ -128,5 +141,67 @@ def test_error_names_an_object_that_cannot_be_unpickled(elsewhere: ModuleType) -
         open_bundle(data).evaluate("a")
 
 
+def test_error_names_a_missing_module_of_an_import_path() -> None:
+    opened = open_bundle(capture_bundle({"model": "no_such_nets:Net"}, {}).data)
+    with pytest.raises(BundleError, match="this worker has no module 'no_such_nets'"):
+        opened.evaluate("model")
+
+
+# --- cells ---
+
+
+def bundle_of_cell(text: str) -> bytes:
+    """Capture the function ``loss`` of a cell, whose text is then only in the bundle."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    linecache.cache["<cell-7>"] = (len(text), None, text.splitlines(keepends=True), "<cell-7>")
+    exec(compile(text, "<cell-7>", "exec"), names)
+    data = capture_bundle({"loss": "loss"}, names, cell_numbers={"<cell-7>": 7}).data
+    del linecache.cache["<cell-7>"]
+    return data
+
+
 def test_cells_are_read_without_unpickling() -> None:
-    assert read_cells(capture_bundle({"a": "1"}, {}).data) == {}
+    assert read_cells(bundle_of_cell("def loss(x): ..."))["<cell-7>"].label == "Cell In[7]"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "def inner(x):\n    return 1 / x\n\ndef loss(x):\n    return inner(x)\n",
+            ["line 5, in loss", "return inner(x)", "line 2, in inner", "return 1 / x"],
+        ),
+        (  # torch's name for a wrapper, whose frame is omitted
+            "def _call_impl(f):\n    return f()\ndef loss(x):\n"
+            "    return _call_impl(lambda: 1 / x)\n",
+            [
+                *("line 4, in loss", "return _call_impl(lambda: 1 / x)"),
+                *("line 4, in <lambda>", "return _call_impl(lambda: 1 / x)"),
+            ],
+        ),
+    ],
+)
+def test_error_on_a_rank_shows_lines_of_cells(text: str, shown: list[str]) -> None:
+    opened = open_bundle(bundle_of_cell(text))
+    opened.install_sources()
+    with pytest.raises(ZeroDivisionError) as caught:
+        opened.evaluate("loss")(0)
+    lines = opened.format_user_traceback(caught.value).splitlines()[-5:]
+    lines = [line.strip().removeprefix("Cell In[7], ") for line in lines]
+    assert lines == [*shown, "ZeroDivisionError: division by zero"]
+
+
+# --- files ---
+
+
+@pytest.mark.timeout(20)
+def test_named_pipe_in_place_of_a_bundle_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "bundle")
+    for read in (read_cells, open_bundle):
+        with pytest.raises(OSError, match="not a regular file"):
+            read(tmp_path / "bundle")
+
+
+def test_bundle_of_an_open_file_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "bundle").write_bytes(capture_bundle({"x": "1"}, {}).data)
+    assert open_bundle((tmp_path / "bundle").open("rb")).evaluate("x") == 1

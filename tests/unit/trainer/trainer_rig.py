@@ -16,8 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from etrain_jupyter.bundle.capture import capture_bundle
-from etrain_jupyter.bundle.files import write_bundle
+from etrain_jupyter.bundle.capture import capture_bundle, write_bundle
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, RankGroup
 from etrain_jupyter.trainer.group.rendezvous import keys_in

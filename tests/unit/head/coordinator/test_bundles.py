@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from etrain_jupyter.bundle import files
+from etrain_jupyter.bundle.restore import CHUNK_BYTES
 from etrain_jupyter.errors import JobLostError, PoolError
 from etrain_jupyter.head.coordinator import bundles
 from etrain_jupyter.head.coordinator.requests import RequestError
@@ -147,7 +147,7 @@ def test_kernel_sends_the_file_in_bounded_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handover, "CHUNK_BYTES", 10)
-    assert files.CHUNK_BYTES <= 4 << 20
+    assert CHUNK_BYTES <= 4 << 20
     (tmp_path / "bundle").write_bytes(BUNDLE)
     scheduler = Scheduler()
     handover.hand_over(scheduler, order_in(tmp_path), tmp_path / "bundle")

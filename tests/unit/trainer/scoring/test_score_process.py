@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from etrain_jupyter.bundle.capture import capture_bundle
-from etrain_jupyter.bundle.files import write_bundle
+from etrain_jupyter.bundle.capture import capture_bundle, write_bundle
 from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
 from etrain_jupyter.trainer.scoring.exhibits import Exhibit
 from etrain_jupyter.trainer.scoring.records import pack_records
