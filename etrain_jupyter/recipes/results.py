@@ -8,37 +8,14 @@ from typing import Any, Protocol
 
 from etrain_jupyter.errors import RecipeError
 from etrain_jupyter.insight.measures import busy_durations, mean_workers
+from etrain_jupyter.insight.runs import Job
 
 
-class Cost(Protocol):
-    """Cost of a job."""
-
-    @property
-    def is_known(self) -> bool:
-        """True if the pool has prices."""
-        ...
-
-    @property
-    def spent_usd(self) -> float:
-        """Cost in US dollars."""
-        ...
-
-
-class PricedJob(Protocol):
+class PricedJob(Job, Protocol):
     """The part of a ``TrainingJob`` that the table reads."""
 
-    @property
-    def name(self) -> str:
-        """Name of the job."""
-        ...
-
-    def cost(self) -> Cost:
-        """Return the cost so far."""
-        ...
-
-    def history(self) -> Mapping[str, Sequence[Any]]:
-        """Return columns with one row per step."""
-        ...
+    def cost(self) -> Any:
+        """Return the cost so far: ``is_known``, and ``spent_usd`` in US dollars."""
 
 
 def results_table(

@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from etrain_jupyter import __version__
-from etrain_jupyter.bundle.capture import Bundle
-from etrain_jupyter.bundle.capture import write_bundle
+from etrain_jupyter.bundle.capture import Bundle, write_bundle
 from etrain_jupyter.errors import ConfigError, JobNotFoundError, PoolError, UntrustedJobError
 from etrain_jupyter.notebook.job.handover import SUBMIT_S
 from etrain_jupyter.notebook.job.job_record import (

@@ -14,8 +14,7 @@ from etrain_jupyter.recipes.language_modeling.corpus import (
     split_sentences,
     write_corpus,
 )
-from etrain_jupyter.recipes.language_modeling.heads import num_masked, step
-from etrain_jupyter.recipes.language_modeling.masking import Masking, mask_words
+from etrain_jupyter.recipes.language_modeling.masking import Masking, mask_words, num_masked, step
 
 __all__ = [
     "Masking",

@@ -1,4 +1,4 @@
-"""Sentence order pairs and masked n-grams, drawn by sample.
+"""Sentence order pairs and masked n-grams, drawn by sample, and the losses of the two heads.
 
 The collators of ``transformers`` mask no n-grams, make no sentence order pairs, and draw from a
 generator whose state depends on the previous batches. Here, the draws are a function of the job's
@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from etrain_jupyter.data.batch_key import BatchKey, batch_key
@@ -26,6 +27,8 @@ from etrain_jupyter.recipes.language_modeling.corpus import NUM_SPECIAL
 IGNORED = -100
 """Label of a token that is not predicted, as cross entropy ignores it."""
 _MULTIPLE = 8
+_ORDER_LABELS = ("sentence_order_label", "next_sentence_label")
+_SPECIAL = ("cls", "sep", "mask", "pad")
 
 Ints = NDArray[np.int64]
 
@@ -166,9 +169,6 @@ class Masking:
         return masked, num_first, is_swapped
 
 
-_SPECIAL = ("cls", "sep", "mask", "pad")
-
-
 def mask_words(
     ids: Ints,
     words: Sequence[range],
@@ -204,7 +204,7 @@ def mask_words(
             break
         most = min(max_ngram, len(words) - word)
         n = int(np.searchsorted(weights[:most], draws[word] * weights[most - 1], side="right")) + 1
-        while n and _num_tokens(words, word, n) > num_predictions - num_taken:
+        while n and sum(map(len, words[word : word + n])) > num_predictions - num_taken:
             n -= 1
         if not n:
             continue
@@ -267,5 +267,51 @@ def truncate_pair(
     )
 
 
-def _num_tokens(words: Sequence[range], first: int, n: int) -> int:
-    return sum(len(word) for word in words[first : first + n])
+def step(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Compute the loss of a batch of ``Masking``, and that of each head.
+
+    The sum of the heads' losses is the loss of ``AlbertForPreTraining`` and ``BertForPreTraining``.
+    Use it as ``step``, to follow both heads on the dashboard.
+
+    Returns:
+        ``loss``, ``mlm_loss`` (the mean over the masked tokens), ``order_loss`` and
+        ``order_accuracy`` (the means over the samples).
+
+    Raises:
+        RecipeError: If the batch has no labels of pairs, or the model lacks the second head.
+    """
+    found = [key for key in _ORDER_LABELS if key in batch]
+    if not found:
+        raise RecipeError(
+            f"a batch has the keys {', '.join(batch)}, but none of {', '.join(_ORDER_LABELS)}. Use "
+            "language_modeling.Masking(tokenizer) as data.collate."
+        )
+    inputs = {key: value for key, value in batch.items() if key not in ("labels", *_ORDER_LABELS)}
+    output = model(**inputs)
+    order_logits = getattr(output, "sop_logits", getattr(output, "seq_relationship_logits", None))
+    if order_logits is None:
+        raise RecipeError(
+            f"the model returns {type(output).__name__} without logits of the sentence order. Use "
+            "AlbertForPreTraining or BertForPreTraining."
+        )
+    is_masked = batch["labels"] != IGNORED
+    mlm_loss = F.cross_entropy(
+        output.prediction_logits[is_masked].float(), batch["labels"][is_masked]
+    )
+    target = batch[found[0]]
+    order_loss = F.cross_entropy(order_logits.float(), target)
+    return {
+        "loss": mlm_loss + order_loss,
+        "mlm_loss": mlm_loss,
+        "order_loss": order_loss,
+        "order_accuracy": (order_logits.argmax(dim=-1) == target).float().mean(),
+    }
+
+
+def num_masked(batch: Mapping[str, torch.Tensor]) -> int:
+    """Return the number of masked tokens, for ``weight``.
+
+    With it, the loss of a step is the mean over all its masked tokens, however they are shared
+    between workers.
+    """
+    return int((batch["labels"] != IGNORED).sum())

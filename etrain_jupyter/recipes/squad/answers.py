@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from etrain_jupyter.errors import RecipeError
 from etrain_jupyter.recipes.squad.features import MODEL_INPUTS, Features, collate
 from etrain_jupyter.recipes.squad.questions import Question
-from etrain_jupyter.recipes.squad.scores import Reference, scores_of_v1, scores_of_v2
+from etrain_jupyter.recipes.squad.scores import scores_of_v1, scores_of_v2
 
 _NO_ANSWER_FOUND = 1e9
 """Null score minus best score if no window has a possible answer. Finite, so that it can be
@@ -91,12 +91,12 @@ def score(records: Sequence[Mapping[str, Any]], *, null_threshold: float = 0.0) 
         ``official_scores``.
     """
     questions = _merge(records)
-    references = [Reference(id=q.id, golds=q.golds) for q in questions]
+    golds = {q.id: q.golds for q in questions}
     texts = {q.id: q.text for q in questions}
     if not any(q.may_be_unanswerable for q in questions):
-        return scores_of_v1(references, texts)
+        return scores_of_v1(golds, texts)
     odds = {q.id: q.null_odds for q in questions}
-    return scores_of_v2(references, texts, odds, na_prob_thresh=null_threshold)
+    return scores_of_v2(golds, texts, odds, na_prob_thresh=null_threshold)
 
 
 def predictions(

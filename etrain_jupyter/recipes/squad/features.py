@@ -18,6 +18,7 @@ import itertools
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,7 +116,10 @@ class Features(Dataset[dict[str, Any]]):
         if is_training:
             self._spans, self._may_start = self._spans[:0], self._may_start[:0]
             # Only their number and ids are still needed.
-            self._questions = [_without_text(question) for question in self._questions]
+            self._questions = [
+                replace(question, text="", context="", golds=(), title="")
+                for question in self._questions
+            ]
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -155,7 +159,15 @@ class Features(Dataset[dict[str, Any]]):
             "spans": self._padded(self._spans[part], -1),
             "may_start": self._padded(self._may_start[part], 0).bool(),
             "cls_position": torch.tensor(int(self._cls[index])),
-            "reference": _reference_of(question),
+            # One text: default_collate cannot join lists of different lengths.
+            "reference": json.dumps(
+                {
+                    "id": question.id,
+                    "context": question.context,
+                    "golds": [gold.text for gold in question.golds],
+                    "may_be_unanswerable": question.may_be_unanswerable,
+                }
+            ),
         }
 
     def _padded(self, values: NDArray[Any], fill: int) -> torch.Tensor:
@@ -365,25 +377,3 @@ def _check_tokenizer(tokenizer: Any, max_length: int) -> None:
             f"model of {name} accepts. Longer contexts are cut into overlapping windows: set "
             f"max_length to at most {tokenizer.model_max_length}."
         )
-
-
-def _reference_of(question: Question) -> str:
-    # One text: default_collate cannot join lists of different lengths.
-    return json.dumps(
-        {
-            "id": question.id,
-            "context": question.context,
-            "golds": [gold.text for gold in question.golds],
-            "may_be_unanswerable": question.may_be_unanswerable,
-        }
-    )
-
-
-def _without_text(question: Question) -> Question:
-    return Question(
-        id=question.id,
-        text="",
-        context="",
-        golds=(),
-        may_be_unanswerable=question.may_be_unanswerable,
-    )

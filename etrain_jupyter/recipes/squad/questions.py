@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,7 +64,8 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Iterable[Any]) -> 
     version = ""
     if isinstance(source, Mapping):
         if "data" not in source:
-            raise _wrong_format(where, f"a dict with the keys {_listed(source)}")
+            keys = ", ".join(map(repr, source)) or "none"
+            raise _wrong_format(where, f"a dict with the keys {keys}")
         version = str(source.get("version", ""))
         source = source["data"]
     items = list(cast("Iterable[Any]", source))
@@ -75,18 +76,8 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Iterable[Any]) -> 
     if not rows:
         raise RecipeError(f"{where} contains no questions. Check that the file is complete.")
     # A file with another version, such as a subset, shows its version by its questions.
-    is_v2 = version.endswith("2.0") or any(row["can_lack"] or not row["golds"] for row in rows)
-    questions = [
-        Question(
-            id=row["id"],
-            text=row["text"],
-            context=row["context"],
-            golds=row["golds"],
-            may_be_unanswerable=is_v2,
-            title=row["title"],
-        )
-        for row in rows
-    ]
+    is_v2 = version.endswith("2.0") or any(row.may_be_unanswerable or not row.golds for row in rows)
+    questions = [replace(row, may_be_unanswerable=is_v2) for row in rows]
     _check_ids(questions, where)
     return questions
 
@@ -138,48 +129,33 @@ def _parse(path: Path) -> Any:
         ) from exc
 
 
-def _rows_of(items: Sequence[Any]) -> Iterator[dict[str, Any]]:
+def _rows_of(items: Sequence[Any]) -> Iterator[Question]:
+    """Yield the questions, each with what it shows itself about ``may_be_unanswerable``."""
     for item in items:
         if isinstance(item, Question):
-            yield {
-                "id": item.id,
-                "text": item.text,
-                "context": item.context,
-                "title": item.title,
-                "golds": item.golds,
-                "can_lack": item.may_be_unanswerable,
-            }
+            yield item
         elif "paragraphs" in item:
-            yield from _rows_of_article(item)
+            for paragraph in item["paragraphs"]:
+                for question in paragraph["qas"]:
+                    answers = [(a["text"], a["answer_start"]) for a in question["answers"]]
+                    row = _question(question, paragraph["context"], item, answers)
+                    yield replace(row, may_be_unanswerable="is_impossible" in question)
         else:
             texts, starts = item["answers"]["text"], item["answers"]["answer_start"]
-            yield {
-                "id": str(item["id"]),
-                "text": item["question"],
-                "context": item["context"],
-                "title": item.get("title", ""),
-                "golds": tuple(
-                    Gold(text=text, start=int(start))
-                    for text, start in zip(texts, starts, strict=True)
-                ),
-                "can_lack": False,
-            }
+            yield _question(item, item["context"], item, zip(texts, starts, strict=True))
 
 
-def _rows_of_article(article: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for paragraph in article["paragraphs"]:
-        for question in paragraph["qas"]:
-            yield {
-                "id": str(question["id"]),
-                "text": question["question"],
-                "context": paragraph["context"],
-                "title": article.get("title", ""),
-                "golds": tuple(
-                    Gold(text=gold["text"], start=int(gold["answer_start"]))
-                    for gold in question["answers"]
-                ),
-                "can_lack": "is_impossible" in question,
-            }
+def _question(
+    item: Mapping[str, Any], context: str, article: Mapping[str, Any], answers: Iterable[Any]
+) -> Question:
+    return Question(
+        id=str(item["id"]),
+        text=item["question"],
+        context=context,
+        golds=tuple(Gold(text=text, start=int(start)) for text, start in answers),
+        may_be_unanswerable=False,
+        title=article.get("title", ""),
+    )
 
 
 def _check_ids(questions: Sequence[Question], where: str) -> None:
@@ -198,7 +174,3 @@ def _wrong_format(where: str, found: str) -> RecipeError:
         f"{where} is not in SQuAD's format: found {found}. Give an official JSON file, its parsed "
         "content, or rows with id, context, question and answers."
     )
-
-
-def _listed(names: Iterable[Any]) -> str:
-    return ", ".join(repr(name) for name in names) or "none"

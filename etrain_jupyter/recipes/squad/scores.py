@@ -10,7 +10,6 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from etrain_jupyter.errors import RecipeError
@@ -20,13 +19,8 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = frozenset(string.punctuation)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """Correct answers to one question."""
-
-    id: str
-    golds: tuple[str, ...]
-    """Texts of the answers; empty if the paragraph has none."""
+Golds = Mapping[str, Sequence[str]]
+"""Texts of the correct answers by question id; empty if the paragraph has none."""
 
 
 def official_scores(
@@ -57,55 +51,47 @@ def official_scores(
         RecipeError: If no question has a prediction, or a probability is missing.
     """
     questions = read(dataset)
-    references = [
-        Reference(id=question.id, golds=tuple(gold.text for gold in question.golds))
-        for question in questions
-    ]
-    _check(references, predictions, na_probs)
+    golds = {question.id: [gold.text for gold in question.golds] for question in questions}
+    _check(golds, predictions, na_probs)
     if not any(question.may_be_unanswerable for question in questions):
         if na_probs is not None:
             raise RecipeError(
                 "na_probs was given, but all questions are those of SQuAD v1.1, where each has an "
                 "answer. Leave na_probs out."
             )
-        return scores_of_v1(references, predictions)
-    return scores_of_v2(references, predictions, na_probs, na_prob_thresh=na_prob_thresh)
+        return scores_of_v1(golds, predictions)
+    return scores_of_v2(golds, predictions, na_probs, na_prob_thresh=na_prob_thresh)
 
 
-def scores_of_v1(
-    references: Sequence[Reference], predictions: Mapping[str, str]
-) -> dict[str, float]:
+def scores_of_v1(golds: Golds, predictions: Mapping[str, str]) -> dict[str, float]:
     """Compute the scores of ``evaluate-v1.1.py``."""
     exact: float = 0
     f1: float = 0
-    for reference in references:
-        if reference.id in predictions:
-            prediction = predictions[reference.id]
-            exact += max(_exact_of(gold, prediction) for gold in reference.golds)
-            f1 += max(_f1_of_v1(gold, prediction) for gold in reference.golds)
-    total = len(references)
+    for id, texts in golds.items():
+        if id in predictions:
+            exact += max(_exact_of(text, predictions[id]) for text in texts)
+            # Without common words, the script of v1.1 returns 0, also for two texts without words.
+            f1 += max(_f1_of(text, predictions[id], both_empty=0) for text in texts)
+    total = len(golds)
     return {"exact_match": 100.0 * exact / total, "f1": 100.0 * f1 / total}
 
 
 def scores_of_v2(
-    references: Sequence[Reference],
+    golds: Golds,
     predictions: Mapping[str, str],
     na_probs: Mapping[str, float] | None = None,
     *,
     na_prob_thresh: float = 1.0,
 ) -> dict[str, float]:
     """Compute the scores of ``evaluate-v2.0.py``; see ``official_scores``."""
-    has_answer = {reference.id: bool(reference.golds) for reference in references}
+    has_answer = {id: bool(texts) for id, texts in golds.items()}
     exact: dict[str, float] = {}
     f1: dict[str, float] = {}
-    for reference in references:
-        if reference.id not in predictions:
-            continue
-        prediction = predictions[reference.id]
+    for id in [id for id in golds if id in predictions]:
         # An answer such as "The" has no words left; the script ignores it.
-        golds = [gold for gold in reference.golds if normalize_answer(gold)] or [""]
-        exact[reference.id] = max(_exact_of(gold, prediction) for gold in golds)
-        f1[reference.id] = max(_f1_of(gold, prediction) for gold in golds)
+        texts = [text for text in golds[id] if normalize_answer(text)] or [""]
+        exact[id] = max(_exact_of(text, predictions[id]) for text in texts)
+        f1[id] = max(_f1_of(text, predictions[id]) for text in texts)
     probs = na_probs or {}
     final = [_with_threshold(s, probs, has_answer, na_prob_thresh) for s in (exact, f1)]
     scores = _means(*final, ids=list(exact), prefix="")
@@ -130,24 +116,15 @@ def _exact_of(gold: str, prediction: str) -> int:
     return int(normalize_answer(gold) == normalize_answer(prediction))
 
 
-def _f1_of_v1(gold: str, prediction: str) -> float:
-    # Without common words, the script of v1.1 returns 0, also for two texts without words.
-    words = normalize_answer(prediction).split(), normalize_answer(gold).split()
-    common = sum((Counter(words[0]) & Counter(words[1])).values())
-    return _harmonic_mean(common, len(words[0]), len(words[1])) if common else 0
-
-
-def _f1_of(gold: str, prediction: str) -> float:
+def _f1_of(gold: str, prediction: str, *, both_empty: float = 1) -> float:
     found, wanted = normalize_answer(prediction).split(), normalize_answer(gold).split()
-    if not found or not wanted:
-        return int(found == wanted)
+    if not found and not wanted:
+        return both_empty
     common = sum((Counter(wanted) & Counter(found)).values())
-    return _harmonic_mean(common, len(found), len(wanted)) if common else 0
-
-
-def _harmonic_mean(num_common: int, num_found: int, num_wanted: int) -> float:
-    precision = 1.0 * num_common / num_found
-    recall = 1.0 * num_common / num_wanted
+    if not common:
+        return 0
+    precision = 1.0 * common / len(found)
+    recall = 1.0 * common / len(wanted)
     return (2 * precision * recall) / (precision + recall)
 
 
@@ -197,14 +174,12 @@ def _best_threshold(
 
 
 def _check(
-    references: Sequence[Reference],
-    predictions: Mapping[str, str],
-    na_probs: Mapping[str, float] | None,
+    golds: Golds, predictions: Mapping[str, str], na_probs: Mapping[str, float] | None
 ) -> None:
-    predicted = [reference.id for reference in references if reference.id in predictions]
+    predicted = [id for id in golds if id in predictions]
     if not predicted:
         raise RecipeError(
-            f"none of the {len(references)} questions is among the {len(predictions)} predictions. "
+            f"none of the {len(golds)} questions is among the {len(predictions)} predictions. "
             "Give a dict with the answer by question id."
         )
     missing = [id for id in predicted if id not in na_probs] if na_probs is not None else []

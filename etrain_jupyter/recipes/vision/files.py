@@ -207,7 +207,8 @@ def read_coco(images: Location, annotations: Location, *, repair: bool = False) 
             found[annotation["image_id"]].append(annotation)
         rows = []
         for index, image in enumerate(content["images"]):
-            boxes = [_corners(annotation["bbox"]) for annotation in found[image["id"]]]
+            corners = (annotation["bbox"] for annotation in found[image["id"]])
+            boxes = [[x, y, x + width, y + height] for x, y, width, height in corners]
             labels = [label_of[annotation["category_id"]] for annotation in found[image["id"]]]
             crowds = [int(annotation.get("iscrowd", 0)) for annotation in found[image["id"]]]
             file = str(Path(images) / image["file_name"])
@@ -346,11 +347,6 @@ def _row(
         num_clipped=int(is_clipped.sum()),
         num_dropped=int((~keeps).sum()),
     )
-
-
-def _corners(box: Sequence[float]) -> list[float]:
-    left, top, width, height = box
-    return [left, top, left + width, top + height]
 
 
 def _child(element: ET.Element, path: str) -> str:

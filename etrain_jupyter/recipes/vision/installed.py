@@ -25,7 +25,10 @@ def why_unusable(cause: BaseException) -> str:
     """
     major, minor, *_ = torch.__version__.split("+")[0].split(".")
     wanted = f"torchvision==0.{int(minor) + _MINOR_OFFSET}.*" if major == "2" else "torchvision"
-    command = f"pip install --force-reinstall --no-deps {wanted}{_index_of(torch.__version__)}"
+    # torchvision's build must be that for this build of torch.
+    build = torch.__version__.partition("+")[2]
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    command = f"pip install --force-reinstall --no-deps {wanted}{index}"
     try:
         found = importlib.metadata.version("torchvision")
     except importlib.metadata.PackageNotFoundError:
@@ -44,12 +47,6 @@ def why_unusable(cause: BaseException) -> str:
         f"{cause}. Both must be of matching releases and from the same package index. Install "
         f"this one: {command}"
     )
-
-
-def _index_of(version: str) -> str:
-    """Return the option for pip that selects torchvision's build for this build of torch."""
-    build = version.partition("+")[2]
-    return f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
 
 
 try:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 from typing import Any
 
@@ -164,18 +163,6 @@ def test_long_question_is_truncated(tokenizer: Any) -> None:
     types = window["token_type_ids"][window["attention_mask"].bool()]
     assert int((types == 0).sum()) == 6 + 2  # with CLS and SEP
     assert torch.equal(window["input_ids"], same["input_ids"])
-
-
-def test_tokenizer_that_cannot_be_pickled_stays_in_the_notebook(tokenizer: Any) -> None:
-    tokenizer.lock = threading.Lock()
-    try:
-        with pytest.raises(TypeError, match="pickle"):
-            cloudpickle.dumps(tokenizer)
-        features = Features([question()], tokenizer, max_length=96)
-        again = cloudpickle.loads(cloudpickle.dumps(features))
-    finally:
-        del tokenizer.lock
-    assert torch.equal(again[0]["input_ids"], features[0]["input_ids"])
 
 
 def test_errors_name_the_values_and_the_remedy(tokenizer: Any) -> None:
