@@ -131,7 +131,7 @@ class _SetWriter:
             ShardError: If the source has no rows, or something cannot be written.
         """
         # A write that workers have begun has parts that only tasks can read.
-        if open_workers is None and self._state.needs_workers:
+        if open_workers is None and (self._state.ranges or self._state.num_blocks):
             open_workers = partial(open_local_workers, 1)
         with open_workers() if open_workers is not None else contextlib.nullcontext() as workers:
             self._write(workers)

@@ -60,11 +60,6 @@ class WriteState:
         return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema)))
 
     @property
-    def needs_workers(self) -> bool:
-        """True if workers have begun to write the set."""
-        return bool(self.ranges or self.num_blocks)
-
-    @property
     def num_written(self) -> int:
         """Number of rows in the files that are written."""
         return sum(block[2] for _, _, blocks in self.files for block in blocks)

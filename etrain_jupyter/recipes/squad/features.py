@@ -93,11 +93,17 @@ class Features(Dataset[dict[str, Any]]):
         self._max_length = max_length
         _check_tokenizer(tokenizer, max_length)
         doc_stride = max_length // 3 if doc_stride is None else doc_stride
-        cutter = _Cutter(tokenizer, max_length, doc_stride, max_query_length)
         windows = [
             window
             for first in range(0, len(self._questions), _CHUNK)
-            for window in cutter.cut(self._questions, range(first, first + _CHUNK))
+            for window in _cut(
+                tokenizer,
+                self._questions[first : first + _CHUNK],
+                first,
+                max_length=max_length,
+                doc_stride=doc_stride,
+                max_query_length=max_query_length,
+            )
         ]
         if not windows:
             raise RecipeError("the list of questions is empty. Give at least one question.")
@@ -205,68 +211,62 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return batch
 
 
-class _Cutter:
-    # Cuts questions into windows.
-    def __init__(
-        self, tokenizer: Any, max_length: int, doc_stride: int, max_query_length: int
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-        self._doc_stride = doc_stride
-        self._max_query_length = max_query_length
+def _cut(
+    tokenizer: Any,
+    questions: Sequence[Question],
+    first: int,
+    *,
+    max_length: int,
+    doc_stride: int,
+    max_query_length: int,
+) -> Iterator[_Window]:
+    """Yield the windows of some questions, of which the first one has the number ``first``."""
+    texts = [question.text.strip() for question in questions]
+    encoding = tokenizer(
+        _query_texts(tokenizer, texts, max_length, doc_stride, max_query_length),
+        [question.context for question in questions],
+        truncation="only_second",
+        max_length=max_length,
+        stride=doc_stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+        return_token_type_ids=True,
+    )
+    owners = np.array(encoding["overflow_to_sample_mapping"])
+    for owner, question in enumerate(questions):
+        parts = [_Part.of(encoding, row) for row in np.flatnonzero(owners == owner).tolist()]
+        for part, may_start in zip(parts, _with_most_context(parts), strict=True):
+            cls = int(np.flatnonzero(part.ids == tokenizer.cls_token_id)[0])
+            answer = _answer_tokens(question, part) or (cls, cls)
+            spans = np.full((len(part.ids), 2), -1, dtype=np.int32)
+            spans[part.first : part.stop] = part.offsets
+            allowed = np.zeros(len(part.ids), dtype=np.bool_)
+            allowed[part.first : part.stop] = may_start
+            yield _Window(first + owner, part.ids, part.types, spans, allowed, cls, answer)
 
-    def cut(self, questions: Sequence[Question], numbers: range) -> Iterator[_Window]:
-        numbers = range(numbers.start, min(numbers.stop, len(questions)))
-        encoding = self._tokenizer(
-            self._query_texts([questions[n].text.strip() for n in numbers]),
-            [questions[n].context for n in numbers],
-            truncation="only_second",
-            max_length=self._max_length,
-            stride=self._doc_stride,
-            return_overflowing_tokens=True,
-            return_offsets_mapping=True,
-            return_token_type_ids=True,
+
+def _query_texts(
+    tokenizer: Any, texts: list[str], max_length: int, doc_stride: int, limit: int
+) -> list[str]:
+    """Return the questions, cut after the maximum number of tokens."""
+    encoding = tokenizer(
+        texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    longest = min(limit, max(len(ids) for ids in encoding["input_ids"]))
+    num_special = tokenizer.num_special_tokens_to_add(pair=True)
+    num_left = max_length - longest - num_special
+    if num_left <= doc_stride:
+        raise RecipeError(
+            f"max_length={max_length} leaves {max(0, num_left)} tokens for the context, "
+            f"next to a question of {longest} tokens and {num_special} special tokens. That is "
+            f"not more than doc_stride={doc_stride}, so windows would not advance. "
+            f"Increase max_length to more than {longest + num_special + doc_stride}, or "
+            "reduce doc_stride or max_query_length."
         )
-        owners = np.array(encoding["overflow_to_sample_mapping"])
-        for owner, number in enumerate(numbers):
-            rows = np.flatnonzero(owners == owner).tolist()
-            parts = [_Part.of(encoding, row) for row in rows]
-            for part, may_start in zip(parts, _with_most_context(parts), strict=True):
-                yield self._window(number, questions[number], part, may_start)
-
-    def _window(
-        self, number: int, question: Question, part: _Part, may_start: NDArray[np.bool_]
-    ) -> _Window:
-        cls = int(np.flatnonzero(part.ids == self._tokenizer.cls_token_id)[0])
-        answer = _answer_tokens(question, part) or (cls, cls)
-        spans = np.full((len(part.ids), 2), -1, dtype=np.int32)
-        spans[part.first : part.stop] = part.offsets
-        allowed = np.zeros(len(part.ids), dtype=np.bool_)
-        allowed[part.first : part.stop] = may_start
-        return _Window(number, part.ids, part.types, spans, allowed, cls, answer)
-
-    def _query_texts(self, texts: list[str]) -> list[str]:
-        """Return the questions, cut after the maximum number of tokens."""
-        encoding = self._tokenizer(
-            texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        limit = self._max_query_length
-        queries = [
-            text[: offsets[limit - 1][1]] if len(offsets) > limit else text
-            for text, offsets in zip(texts, encoding["offset_mapping"], strict=True)
-        ]
-        longest = min(limit, max(len(ids) for ids in encoding["input_ids"]))
-        num_special = self._tokenizer.num_special_tokens_to_add(pair=True)
-        num_left = self._max_length - longest - num_special
-        if num_left <= self._doc_stride:
-            raise RecipeError(
-                f"max_length={self._max_length} leaves {max(0, num_left)} tokens for the context, "
-                f"next to a question of {longest} tokens and {num_special} special tokens. That is "
-                f"not more than doc_stride={self._doc_stride}, so windows would not advance. "
-                f"Increase max_length to more than {longest + num_special + self._doc_stride}, or "
-                "reduce doc_stride or max_query_length."
-            )
-        return queries
+    return [
+        text[: offsets[limit - 1][1]] if len(offsets) > limit else text
+        for text, offsets in zip(texts, encoding["offset_mapping"], strict=True)
+    ]
 
 
 class _Part(NamedTuple):

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from etrain_jupyter.data import Shards, parallel_writer, spill, write_shards, writing
 from etrain_jupyter.data.parallel_writer import plan_files, plan_ranges
 from etrain_jupyter.data.parts import SharedWrite, gather
-from etrain_jupyter.data.spill import Group, RowBucket
+from etrain_jupyter.data.spill import Group
 from etrain_jupyter.data.workers import LocalWorkers, Workers, open_local_workers
 from etrain_jupyter.errors import PoolError, ShardError
 from tests.unit.data.indexed_rows import NUM_ROWS, Rows, content, wait_for
@@ -173,18 +173,6 @@ def test_hugging_face_set_is_read_by_the_workers(
 
     assert content(tmp_path / "many") == content(tmp_path / "one")
     assert gather in {call[0] for call in executor.calls}
-
-
-@pytest.mark.usefixtures("small_groups")
-def test_rows_that_arrive_in_other_pieces_give_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(Rows(), tmp_path / "often")
-    monkeypatch.setattr(spill, "FLUSH_BYTES", 1 << 30)
-
-    write(Rows(), tmp_path / "once")
-
-    assert content(tmp_path / "once") == content(tmp_path / "often")
 
 
 @pytest.mark.usefixtures("small_groups")
@@ -452,20 +440,6 @@ def test_interrupt_ends_the_processes_at_once() -> None:
     assert waiting.done()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-
-
-def test_bucket_of_several_parts_keeps_their_order() -> None:
-    parts = [
-        RowBucket(num_rows=2, num_bytes=9, pieces=(spill.Piece("a", 0, 5),)),
-        RowBucket(num_rows=0, num_bytes=0, pieces=()),
-        RowBucket(num_rows=1, num_bytes=4, pieces=(spill.Piece("b", 5, 7),)),
-    ]
-
-    joined = RowBucket.joined(parts)
-
-    assert joined == RowBucket(
-        num_rows=3, num_bytes=13, pieces=(spill.Piece("a", 0, 5), spill.Piece("b", 5, 7))
-    )
 
 
 def test_script_without_a_guard_gets_an_error_that_says_so(tmp_path: Path) -> None:
