@@ -87,13 +87,17 @@ def scores_of_v2(
     has_answer = {id: bool(texts) for id, texts in golds.items()}
     exact: dict[str, float] = {}
     f1: dict[str, float] = {}
-    for id in [id for id in golds if id in predictions]:
+    for id, known in golds.items():
+        if id not in predictions:
+            continue
         # An answer such as "The" has no words left; the script ignores it.
-        texts = [text for text in golds[id] if normalize_answer(text)] or [""]
+        texts = [text for text in known if normalize_answer(text)] or [""]
         exact[id] = max(_exact_of(text, predictions[id]) for text in texts)
         f1[id] = max(_f1_of(text, predictions[id]) for text in texts)
     probs = na_probs or {}
-    final = [_with_threshold(s, probs, has_answer, na_prob_thresh) for s in (exact, f1)]
+    # Above the threshold, the prediction counts as "no answer".
+    none = {id: float(not has_answer[id]) for id in exact if probs.get(id, 0.0) > na_prob_thresh}
+    final = exact | none, f1 | none
     scores = _means(*final, ids=list(exact), prefix="")
     for prefix, wanted in (("HasAns_", True), ("NoAns_", False)):
         ids = [id for id in exact if has_answer[id] is wanted]
@@ -126,18 +130,6 @@ def _f1_of(gold: str, prediction: str, *, both_empty: float = 1) -> float:
     precision = 1.0 * common / len(found)
     recall = 1.0 * common / len(wanted)
     return (2 * precision * recall) / (precision + recall)
-
-
-def _with_threshold(
-    scores: Mapping[str, float],
-    na_probs: Mapping[str, float],
-    has_answer: Mapping[str, bool],
-    threshold: float,
-) -> dict[str, float]:
-    return {
-        id: float(not has_answer[id]) if na_probs.get(id, 0.0) > threshold else score
-        for id, score in scores.items()
-    }
 
 
 def _means(
