@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import socket
 import struct
@@ -20,6 +19,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from urllib.parse import parse_qsl
+
+from etrain_jupyter.testing.serving import Environ, Response, Wsgi, call_wsgi
 
 Kind = Literal[
     "slow_down",
@@ -50,9 +51,6 @@ _ERRORS: dict[str, tuple[str, str]] = {
     "expire": ("400 Bad Request", "ExpiredToken"),
     "no_bucket": ("404 Not Found", "NoSuchBucket"),
 }
-
-Environ = dict[str, Any]
-Response = tuple[str, list[tuple[str, str]], bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +88,7 @@ class FaultyS3:
     the number of requests and faults of each kind since then.
     """
 
-    def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
+    def __init__(self, app: Wsgi) -> None:
         self._app = app
         self._lock = threading.Lock()
         """Guards the next three attributes."""
@@ -142,15 +140,8 @@ class FaultyS3:
             return _error_response(environ, "400 Bad Request", "BadDigest")
         if "ignore_conditions" in kinds:
             environ.pop("HTTP_IF_NONE_MATCH", None)
-        environ["wsgi.input"] = io.BytesIO(body)
-        response: dict[str, Any] = {}
-
-        def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> None:
-            response.update(status=status, headers=headers)
-
         with self._serial:
-            data = b"".join(self._app(environ, start))
-        return response["status"], response["headers"], data
+            return call_wsgi(self._app, environ, body)
 
     def _choose(self, line: str, operation: str, has_owner: bool) -> dict[str, float]:
         """Count a request and return the faults that affect it."""

@@ -18,20 +18,14 @@ import html
 import json
 import os
 import re
-import subprocess
 import sys
 import urllib.parse
 import urllib.request
 
 from etrain_jupyter.testing.s3_faults import AROUND, CONTROL, FaultyS3, S3Fault
-from etrain_jupyter.testing.serving import Closing, make_wsgi_server, serve_in_thread
+from etrain_jupyter.testing.serving import Closing, make_wsgi_server, serve_in_thread, start_server
 
 REGION = "us-east-1"
-
-
-def without_clusters() -> dict[str, str]:
-    """Return this process's environment without our variables: a server belongs to no cluster."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("ETRAIN_")}
 
 
 class S3Endpoint:
@@ -97,23 +91,10 @@ class S3Server(S3Endpoint, Closing):
     """An S3 in a separate process."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            # The server exits when this pipe closes, even if this process is killed.
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=without_clusters(),
-            # An interrupt of the notebook must not end the server.
-            start_new_session=True,
-        )
-        # Blocks until the server listens, or returns nothing if it has failed.
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self.close()
-            raise RuntimeError("The S3 server did not start. See its output above for the reason.")
-        super().__init__(f"http://127.0.0.1:{json.loads(line)['port']}")
+        # The server belongs to no cluster, so it gets none of our variables.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("ETRAIN_")}
+        self._process, facts = start_server("The S3 server", __name__, env=env)
+        super().__init__(f"http://127.0.0.1:{facts['port']}")
 
     @property
     def pid(self) -> int:
@@ -122,11 +103,8 @@ class S3Server(S3Endpoint, Closing):
 
     def close(self) -> None:
         """Kill the process."""
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        with self._process:
+            self._process.kill()
 
 
 def _path_of(bucket: str, key: str) -> str:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
+import subprocess
+import sys
 import threading
-from types import TracebackType
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterable, Mapping
+from socketserver import BaseServer
+from typing import Any, Self
+
+Environ = dict[str, Any]
+Response = tuple[str, list[tuple[str, str]], bytes]
+"""Status line, headers, body."""
+Wsgi = Callable[..., Iterable[bytes]]
+"""A WSGI application."""
 
 
 class Closing:
@@ -17,24 +28,53 @@ class Closing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class Server(Protocol):
-    """The interface of servers from the standard library and werkzeug."""
+def start_server(
+    what: str, module: str, *arguments: str, env: Mapping[str, str]
+) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """Start a server in a process that prints a line of JSON as soon as it listens.
 
-    def serve_forever(self, poll_interval: float = 0.5) -> None:
-        """Handle requests until the server is shut down."""
-        ...
+    Returns:
+        The process, which exits when its standard input closes, and the line.
+
+    Raises:
+        RuntimeError: If it exits instead; ``what`` begins the message.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        # The server exits when this pipe closes, even if this process is killed.
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Jupyter signals the kernel's whole process group, which must not end the server.
+        start_new_session=True,
+        env=env,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        with process:
+            process.kill()
+        raise RuntimeError(f"{what} did not start. See its output above for the reason.")
+    return process, json.loads(line)
 
 
-def serve_in_thread(server: Server, name: str) -> threading.Thread:
+def call_wsgi(app: Wsgi, environ: Environ, body: bytes) -> Response:
+    """Call an application with a body that has already been read; return its response."""
+    environ["wsgi.input"] = io.BytesIO(body)
+    begun: list[Any] = []
+
+    def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> None:
+        begun[:] = status, headers
+
+    data = b"".join(app(environ, start))
+    return begun[0], begun[1], data
+
+
+def serve_in_thread(server: BaseServer, name: str) -> threading.Thread:
     """Serve on a daemon thread; return the thread."""
     # 0.05 s is the interval at which the server checks whether it should shut down.
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name=name, daemon=True)

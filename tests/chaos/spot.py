@@ -30,8 +30,8 @@ from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.plugins.ec2.client.pool import AwsSpotPool
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
 from etrain_jupyter.plugins.ec2.simulator import FakeAws
+from etrain_jupyter.plugins.ec2.simulator.bill import InstanceRecord
 from etrain_jupyter.plugins.ec2.simulator.fixtures import point_boto_at
-from etrain_jupyter.plugins.ec2.simulator.records import InstanceRecord
 from etrain_jupyter.pools import get_pool
 from etrain_jupyter.pools.base import Leftovers
 from etrain_jupyter.pools.local import LocalPool
@@ -182,6 +182,11 @@ class Spot:
             time.sleep(0.05)
         return found
 
+    def await_steps(self, job: TrainingJob) -> None:
+        """Wait until a job has completed a few more steps."""
+        step = job.step
+        self.until(lambda: job.step > step + 3, "steps", job)
+
     def describe(self, job: TrainingJob | None = None) -> str:
         """Return a description of the current state for failure messages."""
         lines = [str(job)] if job else []
@@ -243,6 +248,11 @@ class Spot:
             check(job)
         self.end_clusters()
         assert self.cloud.leftovers() == {}
+
+    def settle(self) -> None:
+        """Finish, and compare the costs."""
+        self.finish()
+        self.check_costs()
 
     def end_clusters(self) -> None:
         """Shut down every cluster of this folder, as ``%etrain down`` does."""

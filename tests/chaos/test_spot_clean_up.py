@@ -233,8 +233,7 @@ def test_next_up_adopts_the_machines_of_a_head_and_kernel_killed_during_launch(
     assert before <= set(workers) or stage == "before the template"
     assert {one.instance_id for one in spot.living()} == set(workers)
     assert len(spot.cloud.instances()) == 2
-    spot.finish()
-    spot.check_costs()
+    spot.settle()
 
 
 @pytest.mark.parametrize("stage", stages())
@@ -273,5 +272,4 @@ def test_head_continues_when_only_the_kernel_is_killed_during_launch(
     assert len(spot.cloud.instances()) == 2
     assert len(workers) == 2
     assert len(spot.ids()) == 1
-    spot.finish()
-    spot.check_costs()
+    spot.settle()

@@ -16,6 +16,7 @@ from etrain_jupyter.log.events import (
     SchedulerRestarted,
     StepCompleted,
     StepUndone,
+    WorkerJoined,
     WorkerLost,
 )
 from etrain_jupyter.notebook.job.training_job import TrainingJob
@@ -53,8 +54,7 @@ def lose_a_machine(spot: Spot, job: TrainingJob) -> None:
     replacement = spot.cloud.instances()[2]
     whole = {other.instance_id, replacement.instance_id}
     spot.until(lambda: set(trainers(job)) == whole, "two workers again", job)
-    step = job.step
-    spot.until(lambda: job.step > step + 3, "steps", job)
+    spot.await_steps(job)
 
     assert [one.worker for one in events(job, WorkerLost)] == [victim.instance_id]
     # In one line, which the list of rerun tests shows.
@@ -74,8 +74,7 @@ def lose_a_machine(spot: Spot, job: TrainingJob) -> None:
 def test_machine_lost_without_notice_undoes_at_most_one_step(spot: Spot) -> None:
     spot.configure()
     lose_a_machine(spot, spot.train())
-    spot.finish()
-    spot.check_costs()
+    spot.settle()
 
 
 @long
@@ -122,8 +121,7 @@ def test_next_up_adopts_machines_and_trainers_of_a_killed_launcher(spot: Spot) -
     address = spot.pool().up()
     again = etrain_jupyter.attach(job.id)
     spot.until(lambda: events(again, SchedulerRestarted), "the event of the restart", again)
-    step = again.step
-    spot.until(lambda: again.step > step + 3, "steps", again)
+    spot.await_steps(again)
 
     assert address.cluster_id == cluster
     assert [one.instance_id for one in spot.cloud.instances()] == machines
@@ -132,8 +130,7 @@ def test_next_up_adopts_machines_and_trainers_of_a_killed_launcher(spot: Spot) -
     assert events(again, WorkerLost) == []
     spot.figures["kill to news"] = events(again, SchedulerRestarted)[0].time - killed_at
     spot.jobs = [again]
-    spot.finish()
-    spot.check_costs()
+    spot.settle()
 
 
 @long
@@ -160,8 +157,7 @@ def test_exhausted_budget_saves_a_checkpoint_and_the_job_resumes_on_another_pool
 
     assert len(spot.cloud.instances()) == 1
     assert num_undone(job) == 0
-    spot.finish()
-    spot.check_costs()
+    spot.settle()
 
 
 @long
@@ -177,8 +173,7 @@ def test_nodes_that_never_boot_stop_launches_and_the_job_logs_their_console(
     assert re.search("[34] nodes in a row never connected", words)
     # They are requested in pairs.
     assert 3 <= len(spot.cloud.instances()) <= 4
-    spot.finish()
-    spot.check_costs()
+    spot.settle()
 
 
 @long
@@ -194,13 +189,29 @@ def test_two_clusters_in_one_account_do_not_touch_each_other(spot: Spot) -> None
     assert first.wait(timeout=PATIENCE_S) == "stopped"
     [cluster] = {one.tags["etrain:cluster"] for one in spot.living() if one.instance_id in mine}
     assert spot.pool("one").down() == Leftovers()
-    step = second.step
-    spot.until(lambda: second.step > step + 3, "steps of the other one", second)
+    spot.await_steps(second)
 
     assert {one.instance_id for one in spot.living()} == theirs
     assert spot.cloud.leftovers(cluster) == {}
     assert trainers(second) == kept
     assert events(second, WorkerLost, StepUndone, JobRestored) == []
     SLOW.unlink()
-    spot.finish()
-    spot.check_costs()
+    spot.settle()
+
+
+@long
+def test_deadline_job_without_spot_capacity_starts_on_demand_and_continues_on_spot(
+    spot: Spot,
+) -> None:
+    spot.cloud.set_capacity(0)
+    spot.configure(
+        capacity={"policy": "deadline", "finish_by": "12 h", "on_demand": {"after": "1 s"}}
+    )
+    job = spot.submit(workers=2)
+    spot.until(lambda: job.step >= 3, "the first steps", job)
+    first = events(job, WorkerJoined)
+    spot.cloud.set_capacity(2)
+    spot.until(lambda: len(events(job, WorkerJoined)) >= 2, "a spot worker", job)
+
+    assert [one.lifecycle for one in first] == ["on-demand"]
+    assert events(job, WorkerJoined)[1].lifecycle == "spot"

@@ -45,8 +45,7 @@ def ride_out_a_notice(spot: Spot) -> None:
     spot.until(lambda: events(job, WorkerLeft), "the departure of the victim", job)
     whole = {other.instance_id, replacement.instance_id}
     spot.until(lambda: set(trainers(job)) == whole, "two workers again", job)
-    step = job.step
-    spot.until(lambda: job.step > step + 3, "steps", job)
+    spot.await_steps(job)
 
     assert [event.worker for event in events(job, RebalanceRecommended)] == [victim.instance_id]
     assert [event.worker for event in events(job, WorkerLeft)] == [victim.instance_id]
@@ -66,8 +65,7 @@ def ride_out_a_notice(spot: Spot) -> None:
 
 def test_machine_is_replaced_before_its_interruption_and_no_step_is_lost(spot: Spot) -> None:
     ride_out_a_notice(spot)
-    spot.finish()
-    spot.check_costs()
+    spot.settle()
 
 
 @long
@@ -77,8 +75,7 @@ def test_no_step_is_lost_without_network_namespaces(
     with FakeAws("loopback", minute_s=1.0) as cloud:
         for spot in open_spot(cloud, monkeypatch, tmp_path, request.node.name):
             ride_out_a_notice(spot)
-            spot.finish()
-            spot.check_costs()
+            spot.settle()
 
 
 @long
@@ -97,8 +94,7 @@ def test_two_simultaneous_notices_keep_the_third_worker_and_launch_two_machines(
     assert len(spot.cloud.instances()) == 5
     assert trainers(job)[survivor] == kept
     assert_nothing_lost(job)
-    spot.finish()
-    spot.check_costs()
+    spot.settle()
 
 
 @long
@@ -120,8 +116,7 @@ def test_notice_for_a_booting_replacement_launches_another_one(spot: Spot) -> No
     assert events(job, StepUndone, JobRestored) == []
     assert {event.worker for event in events(job, WorkerLost)} <= {replacement}
     assert len(spot.cloud.instances()) == 4
-    spot.finish()
-    spot.check_costs()
+    spot.settle()
 
 
 @long
@@ -150,8 +145,7 @@ def test_notice_during_a_checkpoint_loses_neither_step_nor_checkpoint(
     assert job.wait(timeout=PATIENCE_S) == "stopped"
     last = events(job, StepCompleted)[-1].step
     assert [one.step for one in events(job, CheckpointCommitted)][-1] == last
-    spot.finish()
-    spot.check_costs()
+    spot.settle()
 
 
 @long
@@ -178,5 +172,4 @@ def test_notices_arrive_despite_a_failing_metadata_service(spot: Spot) -> None:
         spot.until(lambda: job.world_size >= 2, "two workers", job)
 
     assert_nothing_lost(job)
-    spot.finish()
-    spot.check_costs()
+    spot.settle()

@@ -6,8 +6,8 @@ cluster without an account. Requires the extra ``etrain-jupyter[fakeaws]``.
 
 Read in this order: ``cloud`` (the client), ``process`` and ``control`` (the server), ``api`` and
 ``ec2`` (AWS's actions) over ``wire``, ``market`` and ``bill`` (pure), ``hypervisor`` and
-``machine`` (instances) over ``networks``, ``power``, ``imds`` and ``guest``. Only ``backend``,
-``enforcement`` and ``account`` use moto's internals.
+``machine`` (instances) over ``networks``, ``imds`` and ``guest``. Only ``backend``,
+``permissions`` and ``account`` use moto's internals.
 """
 
 from __future__ import annotations

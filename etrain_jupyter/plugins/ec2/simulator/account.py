@@ -11,22 +11,13 @@ from moto.iam.models import iam_backends
 from moto.s3.models import s3_backends
 from moto.ssm.models import ssm_backends
 
+from etrain_jupyter.plugins.ec2.client.policy import trust_policy
+from etrain_jupyter.plugins.ec2.ec2_api import CLUSTER_TAG
 from etrain_jupyter.plugins.ec2.simulator.backend import Backend
-from etrain_jupyter.plugins.ec2.simulator.records import ACCOUNT
+from etrain_jupyter.plugins.ec2.simulator.wire import ACCOUNT
 
-CLUSTER_TAG = "etrain:cluster"
 IMAGE_PARAMETER = "/etrain/node-image"
 _LIVE = ("pending", "running", "stopping", "stopped")
-_TRUST = {
-    "Version": "2012-10-17",
-    "Statement": [
-        {
-            "Effect": "Allow",
-            "Principal": {"Service": "ec2.amazonaws.com"},
-            "Action": "sts:AssumeRole",
-        }
-    ],
-}
 
 
 def make_account(
@@ -34,10 +25,7 @@ def make_account(
 ) -> dict[str, str]:
     """Create a bucket, a role with an instance profile of the same name, and an image.
 
-    Existing resources are left unchanged.
-
-    Returns:
-        The fields of ``cloud.Account``.
+    Existing resources are left unchanged. Returns the fields of ``cloud.Account``.
     """
     with backend.lock:
         s3 = s3_backends[ACCOUNT]["aws"]
@@ -47,7 +35,7 @@ def make_account(
         try:
             iam.get_role(role)
         except ServiceException:
-            iam.create_role(role, json.dumps(_TRUST), "/", None, "", [], "3600")
+            iam.create_role(role, json.dumps(trust_policy()), "/", None, "", [], "3600")
             iam.create_instance_profile(role, "/", [], [])
             iam.add_role_to_instance_profile(role, role)
         # Replace an existing role's policy as well: a test may call this again with another one.
@@ -97,14 +85,7 @@ def make_user(backend: Backend, *, name: str, policies: list[dict[str, Any]]) ->
 
 
 def find_leftovers(backend: Backend, *, cluster: str, prefix: str) -> dict[str, list[str]]:
-    """Return the remaining resources of one or all clusters, by kind.
-
-    Args:
-        backend: Moto's state.
-        cluster: The value of the tag ``etrain:cluster``; empty for everything that is not part of
-            a new account.
-        prefix: Prefix of the clusters' objects, in every bucket.
-    """
+    """Return the remaining resources of one or all clusters, by kind; see ``FakeAws.leftovers``."""
     found: dict[str, list[str]] = {}
     with backend.lock:
         for ec2 in list(ec2_backends[ACCOUNT].values()):

@@ -1,8 +1,8 @@
 """The simulated cloud as one WSGI application, which dispatches requests.
 
 S3 requests go to moto through :class:`~etrain_jupyter.testing.s3_faults.FaultyS3`, EC2 requests
-through ``ec2``; the Pricing API is implemented in this package, and moto handles everything else.
-Faults and the cloud's clock affect all of them.
+through ``ec2``; ``pricing`` has prices and quotas, and moto handles everything else. Faults and the
+cloud's clock affect all of them.
 """
 
 from __future__ import annotations
@@ -19,38 +19,33 @@ from typing import Any
 
 from etrain_jupyter.plugins.ec2.simulator.ec2 import Ec2
 from etrain_jupyter.plugins.ec2.simulator.faults import FaultList
-from etrain_jupyter.plugins.ec2.simulator.pricing import get_products
-from etrain_jupyter.plugins.ec2.simulator.quotas import Quotas
+from etrain_jupyter.plugins.ec2.simulator.permissions import Enforcement
+from etrain_jupyter.plugins.ec2.simulator.pricing import get_products, get_quota
 from etrain_jupyter.plugins.ec2.simulator.wire import (
     ApiError,
     Call,
-    Environ,
-    Response,
     error_response,
     json_response,
     read_call,
 )
 from etrain_jupyter.testing.s3_faults import CONTROL, FaultyS3, reset_connection
+from etrain_jupyter.testing.serving import Environ, Response, Wsgi, call_wsgi
 
-Wsgi = Callable[..., Iterable[bytes]]
 MAX_SKEW_S = 900
 _MODIFIED = re.compile(rb"(?<=<LastModified>)[^<]+(?=</LastModified>)")
 
 
 class CloudApi:
-    """The WSGI application.
+    """The WSGI application, in front of moto's."""
 
-    Args:
-        moto: Moto's application.
-        ec2: Our own EC2 actions.
-    """
-
-    def __init__(self, moto: Wsgi, ec2: Ec2) -> None:
+    def __init__(self, moto: Wsgi, ec2: Ec2, iam: Enforcement) -> None:
         self._moto = moto
         self._s3 = FaultyS3(moto)
         self._ec2 = ec2
+        self._iam = iam
         self.faults = FaultList()
-        self.quotas = Quotas()
+        self.vcpus: dict[str, float] = {}
+        """Quotas that differ from the default, by code."""
         self.clock_skew_s = 0.0
         """Seconds by which the cloud's clock is ahead of this machine's."""
 
@@ -68,7 +63,7 @@ class CloudApi:
         for fault in chosen:
             time.sleep(fault.seconds)
         error = next((fault.error for fault in chosen if fault.error), None)
-        error = error or self._skew_error(environ, call) or self._permission_error(call)
+        error = error or self._skew_error(environ, call) or self._iam.find_refusal(call)
         if error is None and call.service == "s3":
             # S3 streams responses, and has its own faults.
             return self._call_s3(environ, start_response)
@@ -79,13 +74,6 @@ class CloudApi:
         start_response(status, self._dated(headers))
         return [data]
 
-    def _permission_error(self, call: Call) -> ApiError | None:
-        try:
-            self._ec2.check_permitted(call)
-        except ApiError as exc:
-            return exc
-        return None
-
     def _execute(self, call: Call) -> Response:
         try:
             if call.service == "ec2":
@@ -93,7 +81,7 @@ class CloudApi:
             if call.service == "pricing":
                 return json_response(get_products(json.loads(call.body), self._ec2.market))
             if (call.service, call.action) == ("servicequotas", "GetServiceQuota"):
-                return json_response(self.quotas.get(json.loads(call.body)))
+                return json_response(get_quota(json.loads(call.body), self.vcpus))
             if call.service == "cloudformation":
                 from etrain_jupyter.plugins.ec2.simulator.stacks import teach_moto
 
@@ -106,19 +94,12 @@ class CloudApi:
             return error_response(call, ApiError("InternalError", repr(exc)))
 
     def _call_moto(self, call: Call) -> Response:
-        call.environ["wsgi.input"] = io.BytesIO(call.body)
-        result: dict[str, Any] = {}
-
-        def start(status: str, headers: list[tuple[str, str]], exc_info: Any = None) -> None:
-            result.update(status=status, headers=headers)
-
         try:
-            data = b"".join(self._moto(call.environ, start))
+            return call_wsgi(self._moto, call.environ, call.body)
         except NotImplementedError:
             raise ApiError(
                 "InvalidAction", f"The action {call.action} is not part of the fake cloud."
             ) from None
-        return result["status"], result["headers"], data
 
     # The clock ----------------------------------------------------------------------------------
 
@@ -173,7 +154,7 @@ def _shifted(text: bytes, shift: timedelta) -> bytes:
     >>> _shifted(b"2026-01-01T00:00:00.000Z", timedelta(seconds=90))
     b'2026-01-01T00:01:30.000Z'
     """
-    at = datetime.fromisoformat(text.decode().replace("Z", "+00:00")) + shift
+    at = datetime.fromisoformat(text.decode()) + shift
     shown = at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S")
     fraction = b".000" if b"." in text else b""
     return shown.encode() + fraction + b"Z"

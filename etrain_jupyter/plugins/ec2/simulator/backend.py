@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC
 from typing import Any
@@ -19,12 +19,10 @@ from moto.ec2.models.instances import MetadataOptions, StateReason
 from moto.iam.models import iam_backends
 from moto.sts.models import sts_backends
 
-from etrain_jupyter.plugins.ec2.simulator.enforcement import Enforcement
 from etrain_jupyter.plugins.ec2.simulator.imds import timestamp
 from etrain_jupyter.plugins.ec2.simulator.market import CapacityPool, Lifecycle
-from etrain_jupyter.plugins.ec2.simulator.permissions import World
-from etrain_jupyter.plugins.ec2.simulator.records import ACCOUNT
-from etrain_jupyter.plugins.ec2.simulator.wire import ApiError
+from etrain_jupyter.plugins.ec2.simulator.permissions import Enforcement, World
+from etrain_jupyter.plugins.ec2.simulator.wire import ACCOUNT, ApiError, tags_by_kind
 
 SPOT_RECLAIMED = "Server.SpotInstanceTermination"
 HOST_FAILED = "Server.InternalError"
@@ -58,20 +56,6 @@ class InstanceFacts:
     stops: bool = False
     """True if a shutdown from inside only stops the instance, so that its disk is still charged."""
     disk_gb: int = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class InstanceRequest:
-    """One machine to start for a fleet."""
-
-    region: str
-    template_id: str
-    version: str
-    pool: CapacityPool
-    lifecycle: Lifecycle
-    subnet: str | None = None
-    tags: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Tags by kind of resource, in addition to those of the template."""
 
 
 class Backend:
@@ -147,30 +131,40 @@ class Backend:
         if image not in ec2_backends[ACCOUNT][region].amis:
             raise ApiError("InvalidAMIID.NotFound", f"The image id '[{image}]' does not exist")
 
-    def launch(self, request: InstanceRequest) -> str:
-        """Create an instance from a launch template; return its id."""
-        ec2 = ec2_backends[ACCOUNT][request.region]
-        reference = {"LaunchTemplateId": request.template_id, "Version": request.version}
-        data = ec2.get_launch_template(request.template_id).get_version(request.version).data
-        tags = {"instance": {}, "volume": _template_tags(data, "volume")}
-        for kind, more in request.tags.items():
-            tags[kind] = {**tags.get(kind, {}), **more}
+    def launch(
+        self,
+        version: Any,
+        pool: CapacityPool,
+        lifecycle: Lifecycle,
+        *,
+        region: str,
+        subnet: str | None,
+        tags: Mapping[str, Mapping[str, str]],
+    ) -> str:
+        """Create an instance from a version of a launch template; return its id.
+
+        ``tags`` are those of the request by resource type, in addition to the template's.
+        """
+        volume_tags = tags_by_kind(version.data).get("volume", {})
         arguments: dict[str, Any] = {
-            "instance_type": request.pool.instance_type,
+            "instance_type": pool.instance_type,
             "is_instance_type_default": False,
-            "launch_template": reference,
+            "launch_template": {
+                "LaunchTemplateId": version.template.id,
+                "Version": str(version.number),
+            },
             # A subnet determines the zone.
-            "placement": None if request.subnet else request.pool.zone,
-            "region_name": request.region,
-            "subnet_id": request.subnet,
-            "tags": tags,
+            "placement": None if subnet else pool.zone,
+            "region_name": region,
+            "subnet_id": subnet,
+            "tags": {"instance": {}, **tags, "volume": {**volume_tags, **tags.get("volume", {})}},
         }
-        if request.lifecycle == "spot":
+        if lifecycle == "spot":
             arguments["instance_market_options"] = "spot"
-        if data.get("BlockDeviceMappings"):
-            arguments["block_device_mappings"] = data["BlockDeviceMappings"]
+        if version.data.get("BlockDeviceMappings"):
+            arguments["block_device_mappings"] = version.data["BlockDeviceMappings"]
         try:
-            made = ec2.run_instances("", 1, None, [], **arguments)
+            made = ec2_backends[ACCOUNT][region].run_instances("", 1, None, [], **arguments)
         except ServiceException as exc:
             raise ApiError(exc.code, exc.message) from None
         return str(made.instances[0].id)
@@ -318,22 +312,11 @@ class Backend:
             return str(found.roles[0].name) if found.roles else profile
 
         return World(
-            account=ACCOUNT,
             tags_of=lambda id: ec2.tags.get(id, {}),
             template=template,
             role_of=role_of,
             owner_of=lambda id: str(ec2.amis[id].owner_id) if id in ec2.amis else "",
         )
-
-
-def _template_tags(data: Mapping[str, Any], kind: str) -> dict[str, str]:
-    specifications: Sequence[Mapping[str, Any]] = data.get("TagSpecifications") or []
-    return {
-        tag["Key"]: tag["Value"]
-        for specification in specifications
-        if specification.get("ResourceType") == kind
-        for tag in specification.get("Tags") or specification.get("Tag") or []
-    }
 
 
 def _decoded(user_data: Any) -> str:

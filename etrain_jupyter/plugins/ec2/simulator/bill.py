@@ -1,4 +1,4 @@
-"""The real cost of the machines under EC2's rules. Pure.
+"""Instances as tests see them, and their real cost under EC2's rules. Pure.
 
 Machines are charged per second at the spot price in force, for at least a minute; a spot machine
 that EC2 reclaims in its first hour is free; disks are charged while they exist.
@@ -6,8 +6,8 @@ that EC2 reclaims in its first hour is free; disks are charged while they exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from etrain_jupyter.plugins.ec2.simulator.market import CapacityPool, Lifecycle, Market
 
@@ -15,6 +15,28 @@ LEAST_S = 60.0
 FIRST_HOUR_S = 3600.0
 DISK_USD_PER_GB_H = 0.08 / 730
 """gp3: 8 cents per GB-month, at 730 hours a month."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceRecord:
+    """One instance, as a test sees it."""
+
+    instance_id: str
+    instance_type: str
+    zone: str
+    lifecycle: str
+    address: str
+    state: str
+    """EC2's instance state."""
+    reason: str
+    """EC2's code for why it ended; empty while it runs."""
+    launched_at: float
+    ended_at: float | None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    pid: int | None = None
+    """The first process, while it runs."""
+    off_at: float | None = None
+    """When its timer (``shutdown -h +N``) turns it off; None if there is no timer."""
 
 
 @dataclass(frozen=True, kw_only=True)

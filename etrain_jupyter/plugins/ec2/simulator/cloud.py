@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -24,14 +23,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from etrain_jupyter.plugins.ec2.simulator.bill import Bill, BillRow
+from etrain_jupyter.plugins.ec2.simulator.bill import Bill, BillRow, InstanceRecord
 from etrain_jupyter.plugins.ec2.simulator.faults import ApiFault
 from etrain_jupyter.plugins.ec2.simulator.iam import Request
-from etrain_jupyter.plugins.ec2.simulator.records import InstanceRecord
-from etrain_jupyter.plugins.ec2.simulator.settings import Settings
 from etrain_jupyter.testing.s3_faults import S3Fault
 from etrain_jupyter.testing.s3_server import S3Endpoint
-from etrain_jupyter.testing.serving import Closing
+from etrain_jupyter.testing.serving import Closing, start_server
 
 CLUSTERS = "etrain/clusters/"
 RESPONSE_S = 120.0
@@ -81,43 +78,21 @@ class FakeAws(Closing):
         Raises:
             RuntimeError: If it does not start, for example in mode ``namespaces`` without root.
         """
-        settings = Settings(
-            mode=mode,
-            region=region,
-            minute_s=minute_s,
-            boot_s=boot_s,
-            variables=dict(variables or {}),
-        )
+        settings = {
+            "mode": mode,
+            "region": region,
+            "minute_s": minute_s,
+            "boot_s": boot_s,
+            "variables": dict(variables or {}),
+        }
         self.region = region
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "etrain_jupyter.plugins.ec2.simulator.process",
-                settings.to_json(),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # Start a new session: Jupyter signals the kernel's whole process group, but the cloud
-            # must switch off its instances before it exits.
-            start_new_session=True,
-            # Leave out this machine's AWS profile and endpoint, and its clusters.
-            env={
-                name: value
-                for name, value in os.environ.items()
-                if not name.startswith(("AWS_", "ETRAIN_"))
-            },
+        # Leave out this machine's AWS profile and endpoint, and its clusters.
+        known = os.environ.items()
+        env = {name: value for name, value in known if not name.startswith(("AWS_", "ETRAIN_"))}
+        process = "etrain_jupyter.plugins.ec2.simulator.process"
+        self._process, reply = start_server(
+            "The simulated cloud", process, json.dumps(settings), env=env
         )
-        # Blocks until the cloud is listening, or returns nothing if it has failed.
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self.close()
-            raise RuntimeError(
-                "The simulated cloud did not start. See its output above for the reason."
-            )
-        reply = json.loads(line)
         self.mode: Literal["namespaces", "loopback"] = reply["mode"]
         self.host_address: str = reply["host_address"]
         """Address at which instances can reach this machine."""
@@ -161,15 +136,12 @@ class FakeAws(Closing):
             role_policy: Policy of the role; only used with ``enforce_iam``.
         """
         policy = dict(role_policy) if role_policy is not None else None
-        reply = self._call(
-            "make_account", region=self.region, bucket=bucket, role=role, role_policy=policy
-        )
-        return Account(**reply)
+        given = {"region": self.region, "bucket": bucket, "role": role, "role_policy": policy}
+        return Account(**self._call("make_account", **given))
 
     def make_user(self, name: str, *policies: Mapping[str, Any]) -> dict[str, str]:
         """Create a user with these policies; return the environment variables for boto3."""
-        reply: dict[str, str] = self._call("make_user", name=name, policies=list(policies))
-        return reply
+        return dict(self._call("make_user", name=name, policies=list(policies)))
 
     def enforce_iam(self, is_on: bool = True) -> None:
         """Check signatures and policies from now on: only users and roles created here are valid.
@@ -187,7 +159,7 @@ class FakeAws(Closing):
 
     def set_role_ttl(self, seconds: int) -> None:
         """Set the lifetime of role credentials issued from now on."""
-        self._call("set_role_ttl", seconds=seconds)
+        self._call("set", role_ttl_s=seconds)
 
     # The market ---------------------------------------------------------------------------------
 
@@ -225,12 +197,8 @@ class FakeAws(Closing):
         price_usd: float | None = None,
     ) -> None:
         """Set the on-demand capacity or price, for all types or for one."""
-        self._call(
-            "change_on_demand",
-            instance_type=instance_type,
-            capacity=capacity,
-            price_usd=price_usd,
-        )
+        changes = {"capacity": capacity, "price_usd": price_usd}
+        self._call("change_on_demand", instance_type=instance_type, **changes)
 
     def set_quota(self, code: str, vcpus: float) -> None:
         """Set a limit of the account on spot vCPUs, by its code, such as ``L-3819A6DF``."""
@@ -261,13 +229,8 @@ class FakeAws(Closing):
             silent: End it now, without a notice, like a failure of its host. This is also possible
                 for on-demand instances.
         """
-        self._call(
-            "preempt",
-            instance_id=instance_id,
-            notice_s=notice_s,
-            rebalance_s=rebalance_s,
-            silent=silent,
-        )
+        times = {"notice_s": notice_s, "rebalance_s": rebalance_s}
+        self._call("preempt", instance_id=instance_id, silent=silent, **times)
 
     def recommend_rebalance(self, instance_id: str) -> None:
         """Send an instance a rebalance recommendation, without an interruption."""
@@ -275,17 +238,15 @@ class FakeAws(Closing):
 
     def console(self, instance_id: str) -> str:
         """Return an instance's console output."""
-        text: str = self._call("console", instance_id=instance_id)
-        return text
+        return str(self._call("console", instance_id=instance_id))
 
     def imds_requests(self, instance_id: str) -> list[str]:
         """Return the requests of an instance to its metadata service, oldest first."""
-        paths: list[str] = self._call("imds_requests", instance_id=instance_id)
-        return paths
+        return list(self._call("imds_requests", instance_id=instance_id))
 
     def set_boot(self, seconds: float) -> None:
         """Set the pending time of instances started from now on."""
-        self._call("set_boot", seconds=seconds)
+        self._call("set", boot_s=seconds)
 
     def set_variables(self, variables: Mapping[str, str]) -> None:
         """Set additional environment variables for instances started from now on."""
@@ -320,19 +281,18 @@ class FakeAws(Closing):
 
     def calls(self) -> dict[str, int]:
         """Return the number of requests by ``service.Action`` since the faults were set."""
-        counted: dict[str, int] = self._call("calls")
-        return counted
+        return dict(self._call("calls"))
 
     def set_lag(self, seconds: float) -> None:
         """Hide instances younger than this from ``DescribeInstances``, as EC2 may."""
-        self._call("set_lag", seconds=seconds)
+        self._call("set", lag_s=seconds)
 
     def set_clock_skew(self, seconds: float) -> None:
         """Set the cloud's clock (``Date``, S3's ``LastModified``) ahead of this machine's.
 
         As on AWS, requests whose signature time is more than 15 minutes off are refused.
         """
-        self._call("set_clock_skew", seconds=seconds)
+        self._call("set", clock_skew_s=seconds)
 
     def break_imds(self, instance_id: str, how: ImdsFault) -> None:
         """Make an instance's metadata service fail, until this is called with ``""``.
@@ -358,8 +318,7 @@ class FakeAws(Closing):
             cluster: The value of the tag ``etrain:cluster``; empty for all, tagged or not.
             prefix: Prefix of the clusters' objects; each cluster has a folder with its name.
         """
-        found: dict[str, list[str]] = self._call("leftovers", cluster=cluster, prefix=prefix)
-        return found
+        return dict(self._call("leftovers", cluster=cluster, prefix=prefix))
 
     def reset(self) -> None:
         """Restore the initial state: instances, objects, account, market, faults, clock."""
@@ -385,13 +344,11 @@ class FakeAws(Closing):
         """End all instances and the process, and remove everything created on this machine."""
         # Closing its standard input makes the process shut down cleanly. If it has not exited after
         # 60 s, it is killed, and its janitor cleans up.
-        if self._process.stdin is not None:
+        with self._process:
+            assert self._process.stdin is not None
             with suppress(OSError):
                 self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self._process.kill()

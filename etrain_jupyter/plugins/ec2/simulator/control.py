@@ -1,6 +1,6 @@
-"""Control interface of the simulated cloud: each public method handles one verb.
+"""Control interface of the simulated cloud, for its client ``cloud.FakeAws``.
 
-``POST /_fakeaws/VERB`` with the arguments as JSON. The client is ``cloud.FakeAws``.
+``POST /_fakeaws/VERB`` with the arguments as JSON.
 """
 
 from __future__ import annotations
@@ -10,32 +10,29 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from moto.moto_api._internal.models import moto_api_backend
 
 from etrain_jupyter.plugins.ec2.simulator import account
-from etrain_jupyter.plugins.ec2.simulator.api import CloudApi, Wsgi
+from etrain_jupyter.plugins.ec2.simulator.api import CloudApi
 from etrain_jupyter.plugins.ec2.simulator.backend import Backend
 from etrain_jupyter.plugins.ec2.simulator.bill import make_bill
 from etrain_jupyter.plugins.ec2.simulator.ec2 import Ec2
 from etrain_jupyter.plugins.ec2.simulator.faults import ApiFault
 from etrain_jupyter.plugins.ec2.simulator.hypervisor import Hypervisor
 from etrain_jupyter.plugins.ec2.simulator.market import CapacityPool, Market
+from etrain_jupyter.testing.serving import Wsgi
 
 CONTROL = "/_fakeaws/"
 
 
 class Control:
-    """The verbs.
+    """The verbs, by name in ``verbs``.
 
-    Args:
-        backend: Moto's state.
-        hypervisor: The machines.
-        ec2: Our own EC2 actions.
-        api: The application.
-        zones: Zones of the default market, which ``reset`` restores.
-        variables: Additional environment variables of the instances, kept across resets.
+    ``reset`` restores the default market of ``zones``, and keeps ``variables`` in the instances'
+    environment.
     """
 
     def __init__(
@@ -55,6 +52,35 @@ class Control:
         self._zones = zones
         self._variables = dict(variables)
         self._boot_s = hypervisor.boot_s
+        self._owners = {
+            "boot_s": hypervisor, "clock_skew_s": api, "lag_s": ec2, "role_ttl_s": backend
+        }  # fmt: skip
+        self.verbs: dict[str, Callable[..., Any]] = {
+            "bill": self._bill,
+            "break_imds": self._break_imds,
+            "calls": api.faults.calls,
+            "change_on_demand": self._change_on_demand,
+            "change_pools": self._change_pools,
+            "console": lambda instance_id: hypervisor.console(instance_id).decode(errors="replace"),
+            "enforce_iam": backend.iam.enforce,
+            "imds_requests": lambda instance_id: hypervisor.imds(instance_id).requests(),
+            "instances": self._instances,
+            "leftovers": self._leftovers,
+            "make_account": partial(account.make_account, backend),
+            "make_user": partial(account.make_user, backend),
+            "permissions": self._permissions,
+            "preempt": hypervisor.preempt,
+            "recommend_rebalance": lambda instance_id: hypervisor.imds(
+                instance_id
+            ).recommend_rebalance(),
+            "reset": self.reset,
+            "set": self._set,
+            "set_faults": self._set_faults,
+            "set_market": self._set_market,
+            "set_quota": lambda code, vcpus: api.vcpus.update({code: vcpus}),
+            "set_variables": self._set_variables,
+            "shut_down": hypervisor.shut_down,
+        }
         self.reset()
 
     def reset(self) -> None:
@@ -66,48 +92,40 @@ class Control:
             market = Market.default(self._zones)
             self._ec2.reset(market)
             self._hypervisor.market = market
-            self._hypervisor.variables = dict(self._variables)
-            self._hypervisor.boot_s = self._boot_s
-            self._backend.role_ttl_s = 3600
+            self._set_variables({})
+            self._set(boot_s=self._boot_s, clock_skew_s=0.0, lag_s=0.0, role_ttl_s=3600)
             self._backend.iam.enforce(False)
         self._api.faults.set(())
-        self._api.quotas.vcpus.clear()
-        self._api.clock_skew_s = 0.0
+        self._api.vcpus.clear()
+
+    def _set(self, **values: float) -> None:
+        for name, value in values.items():
+            setattr(self._owners[name], name, value)
 
     # The market ---------------------------------------------------------------------------------
 
-    def set_market(self, pools: list[dict[str, Any]], on_demand: list[dict[str, Any]]) -> None:
-        """Replace the market with these pools and on-demand offers."""
+    def _set_market(self, pools: list[dict[str, Any]], on_demand: list[dict[str, Any]]) -> None:
         with self._backend.lock:
             market = Market()
             for offer in pools:
-                pool = CapacityPool(offer["instance_type"], offer["zone"])
-                market.set_pool(
-                    pool,
-                    at=time.time(),
-                    capacity=offer.get("capacity"),
-                    price_usd=offer.get("price_usd"),
-                )
+                pool = CapacityPool(offer.pop("instance_type"), offer.pop("zone"))
+                market.set_pool(pool, at=time.time(), **offer)
             for offer in on_demand:
-                market.set_on_demand(
-                    offer["instance_type"],
-                    price_usd=offer.get("price_usd"),
-                    capacity=offer.get("capacity"),
-                )
+                market.set_on_demand(**offer)
             # Running machines keep their capacity in the new market.
             for usage in self._hypervisor.usages():
                 if usage.ended_at is None:
                     market.take(usage.instance_id, usage.pool, usage.lifecycle)
             self._ec2.market = self._hypervisor.market = market
 
-    def change_pools(
+    def _change_pools(
         self,
         instance_type: str,
         zone: str,
         capacity: int | None = None,
         price_usd: float | None = None,
     ) -> None:
-        """Change the pools of a type and zone; an empty value matches all."""
+        # An empty type or zone matches all.
         with self._backend.lock:
             market = self._ec2.market
             chosen = [
@@ -126,122 +144,46 @@ class Control:
             for pool in chosen:
                 market.set_pool(pool, at=time.time(), capacity=capacity, price_usd=price_usd)
 
-    def change_on_demand(
-        self, instance_type: str, capacity: int | None = None, price_usd: float | None = None
-    ) -> None:
-        """Change the on-demand offer of a type; an empty value matches all."""
+    def _change_on_demand(self, instance_type: str, **changes: Any) -> None:
         with self._backend.lock:
             market = self._ec2.market
             for name in [instance_type] if instance_type else market.on_demand_types():
-                market.set_on_demand(name, capacity=capacity, price_usd=price_usd)
-
-    def set_quota(self, code: str, vcpus: float) -> None:
-        """Set a limit on vCPUs, by its code."""
-        self._api.quotas.vcpus[code] = vcpus
+                market.set_on_demand(name, **changes)
 
     # Faults -------------------------------------------------------------------------------------
 
-    def set_faults(self, faults: list[dict[str, Any]]) -> None:
-        """Replace all faults."""
+    def _set_faults(self, faults: list[dict[str, Any]]) -> None:
         self._api.faults.set(tuple(ApiFault(**fault) for fault in faults))
 
-    def calls(self) -> dict[str, int]:
-        """Return the number of requests by action since the faults were set."""
-        return self._api.faults.calls()
-
-    def set_lag(self, seconds: float) -> None:
-        """Hide instances younger than this from listings."""
-        self._ec2.lag_s = seconds
-
-    def set_clock_skew(self, seconds: float) -> None:
-        """Set the cloud's clock ahead of this machine's."""
-        self._api.clock_skew_s = seconds
-
-    def break_imds(self, instance_id: str, how: str) -> None:
-        """Make a metadata service fail; ``expire-tokens`` expires its tokens once."""
+    def _break_imds(self, instance_id: str, how: str) -> None:
         imds = self._hypervisor.imds(instance_id)
         if how == "expire-tokens":
             imds.expire_tokens()
         else:
             imds.break_(how)
 
-    def set_boot(self, seconds: float) -> None:
-        """Set the pending time of new instances."""
-        self._hypervisor.boot_s = seconds
-
-    def set_variables(self, variables: dict[str, str]) -> None:
-        """Set additional environment variables for instances started from now on."""
+    def _set_variables(self, variables: dict[str, str]) -> None:
         self._hypervisor.variables = {**self._variables, **variables}
 
-    # Instances ----------------------------------------------------------------------------------
+    # Results ------------------------------------------------------------------------------------
 
-    def preempt(
-        self, instance_id: str, notice_s: float, rebalance_s: float | None, silent: bool
-    ) -> None:
-        """Reclaim an instance."""
-        self._hypervisor.preempt(
-            instance_id, notice_s=notice_s, rebalance_s=rebalance_s, silent=silent
-        )
-
-    def recommend_rebalance(self, instance_id: str) -> None:
-        """Send an instance a rebalance recommendation."""
-        self._hypervisor.recommend_rebalance(instance_id)
-
-    def instances(self) -> list[dict[str, Any]]:
-        """Return all instances."""
+    def _instances(self) -> list[dict[str, Any]]:
         with self._backend.lock:
             return [asdict(record) for record in self._hypervisor.records()]
 
-    def console(self, instance_id: str) -> str:
-        """Return an instance's console output."""
-        return self._hypervisor.console(instance_id).decode(errors="replace")
-
-    def imds_requests(self, instance_id: str) -> list[str]:
-        """Return the requests of an instance to its metadata service."""
-        found: list[str] = self._hypervisor.imds(instance_id).requests()
-        return found
-
-    def bill(self) -> list[dict[str, Any]]:
-        """Return the cost of each instance."""
+    def _bill(self) -> list[dict[str, Any]]:
         with self._backend.lock:
             bill = make_bill(self._hypervisor.usages(), self._ec2.market, time.time())
         return [asdict(row) for row in bill.rows]
 
-    # The account --------------------------------------------------------------------------------
-
-    def make_account(
-        self, region: str, bucket: str, role: str, role_policy: dict[str, Any] | None
-    ) -> dict[str, str]:
-        """Create the account's resources."""
-        return account.make_account(
-            self._backend, region=region, bucket=bucket, role=role, role_policy=role_policy
-        )
-
-    def make_user(self, name: str, policies: list[dict[str, Any]]) -> dict[str, str]:
-        """Create a user; return its credentials."""
-        return account.make_user(self._backend, name=name, policies=policies)
-
-    def enforce_iam(self, is_on: bool) -> None:
-        """Start or stop checking signatures and policies."""
-        self._backend.iam.enforce(is_on)
-
-    def permissions(self) -> list[list[Any]]:
-        """Return the distinct requests to IAM since enforcement started."""
+    def _permissions(self) -> list[list[Any]]:
         found = list(self._backend.iam.requests.values())
         return [[r.action, r.resource, dict(r.context), ok] for r, ok in found]
 
-    def set_role_ttl(self, seconds: int) -> None:
-        """Set the lifetime of role credentials issued from now on."""
-        self._backend.role_ttl_s = seconds
-
-    def leftovers(self, cluster: str, prefix: str) -> dict[str, list[str]]:
-        """Return leftover resources, including processes of ended instances on this machine."""
+    def _leftovers(self, cluster: str, prefix: str) -> dict[str, list[str]]:
         # Call this before taking the lock: it waits for machines that are being switched off.
         strays = self._hypervisor.find_strays()
-        return {
-            **account.find_leftovers(self._backend, cluster=cluster, prefix=prefix),
-            **strays,
-        }
+        return account.find_leftovers(self._backend, cluster=cluster, prefix=prefix) | strays
 
 
 def with_control(app: Wsgi, control: Control) -> Wsgi:
@@ -255,10 +197,9 @@ def with_control(app: Wsgi, control: Control) -> Wsgi:
         verb = path.removeprefix(CONTROL)
         status = "200 OK"
         try:
-            # The verbs are the public methods of Control, whose client is in the same package.
-            if verb.startswith("_") or not hasattr(Control, verb):
+            if verb not in control.verbs:
                 raise ValueError(f"The simulated cloud has no verb {verb!r}.")
-            result = getattr(control, verb)(**json.loads(body or b"{}"))
+            result = control.verbs[verb](**json.loads(body or b"{}"))
         except Exception as exc:  # reported to the test
             if not isinstance(exc, ValueError):
                 print(f"fakeaws: {verb} failed: {exc!r}", file=sys.stderr, flush=True)

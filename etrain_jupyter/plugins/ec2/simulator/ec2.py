@@ -12,18 +12,17 @@ import uuid
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 
-from etrain_jupyter.plugins.ec2.simulator.backend import Backend, InstanceRequest
+from etrain_jupyter.plugins.ec2.simulator.backend import Backend
 from etrain_jupyter.plugins.ec2.simulator.fleets import (
     Override,
     describe,
     error_entry,
     merged,
     read_demands,
-    read_tags,
-    refusal_entry,
 )
+from etrain_jupyter.plugins.ec2.simulator.hypervisor import Hypervisor
 from etrain_jupyter.plugins.ec2.simulator.imds import timestamp
 from etrain_jupyter.plugins.ec2.simulator.market import (
     BEFORE,
@@ -37,35 +36,26 @@ from etrain_jupyter.plugins.ec2.simulator.wire import (
     EC2_NAMESPACE,
     ApiError,
     Call,
-    Response,
     ec2_response,
     listed,
     nested,
     response,
+    tags_by_kind,
 )
+from etrain_jupyter.testing.serving import Response
 
 IDEMPOTENT = frozenset({"CreateFleet", "RunInstances"})
 LOG_BYTES = 64 * 1024
 _ZONE_IDS = {"a": 6, "b": 1, "c": 2, "d": 4, "e": 3, "f": 5}
 
 
-class Machines(Protocol):
-    """EC2's interface to the hypervisor."""
-
-    def sync(self) -> None:
-        """Start new machines and end terminated ones."""
-
-    def console(self, instance_id: str) -> bytes:
-        """Return an instance's console output."""
-
-
 class Ec2:
     """The actions, and their state."""
 
-    def __init__(self, backend: Backend, market: Market, machines: Machines) -> None:
+    def __init__(self, backend: Backend, market: Market, hypervisor: Hypervisor) -> None:
         self._backend = backend
         self.market = market
-        self._machines = machines
+        self._hypervisor = hypervisor
         self._responses: dict[tuple[str, str, str], tuple[dict[str, Any], Response]] = {}
         self._born: dict[str, float] = {}
         self.lag_s = 0.0
@@ -76,10 +66,6 @@ class Ec2:
         self._responses.clear()
         self._born.clear()
         self.lag_s = 0.0
-
-    def check_permitted(self, call: Call) -> None:
-        """Refuse a call to any service that the caller's policies do not allow."""
-        self._backend.iam.check_permitted(call)
 
     def handle(self, call: Call, call_moto: Callable[[], Response]) -> Response:
         """Process a call to EC2."""
@@ -104,7 +90,7 @@ class Ec2:
                 self._responses[key] = (query, result)
             for instance_id in set(self._backend.states()) - known:
                 self._born[instance_id] = time.monotonic()
-            self._machines.sync()
+            self._hypervisor.sync()
             return result
 
     def _act(
@@ -136,7 +122,7 @@ class Ec2:
                 "LaunchTemplateConfigs and TargetCapacitySpecification must be given",
             )
         overrides = list(self._overrides(call.region, configs))
-        tags = read_tags(query)
+        tags = tags_by_kind(query)
         self._backend.iam.check_signed(call)
         if query.get("DryRun") == "true":
             raise ApiError(
@@ -152,7 +138,9 @@ class Ec2:
             for candidate in plan.launches:
                 chosen = overrides[candidate.place]
                 launched.append(self._launch(call.region, chosen, demand.lifecycle, tags))
-            errors += [refusal_entry(refusal, overrides) for refusal in plan.refusals]
+            for refusal in plan.refusals:
+                of = overrides[refusal.candidate.place if refusal.candidate else 0]
+                errors.append(error_entry(of, demand.lifecycle, refusal.code, refusal.message))
         return ec2_response(
             "CreateFleet",
             {
@@ -198,23 +186,16 @@ class Ec2:
     def _launch(
         self, region: str, chosen: Override, lifecycle: Lifecycle, tags: dict[str, dict[str, str]]
     ) -> dict[str, Any]:
-        version = chosen.template
-        request = InstanceRequest(
-            region=region,
-            template_id=version.template.id,
-            version=str(version.number),
-            pool=chosen.candidate.pool,
-            lifecycle=lifecycle,
-            subnet=chosen.subnet,
-            tags=tags,
+        pool = chosen.candidate.pool
+        instance_id = self._backend.launch(
+            chosen.template, pool, lifecycle, region=region, subnet=chosen.subnet, tags=tags
         )
-        instance_id = self._backend.launch(request)
-        self.market.take(instance_id, chosen.candidate.pool, lifecycle)
+        self.market.take(instance_id, pool, lifecycle)
         return {
             "launchTemplateAndOverrides": describe(chosen),
             "lifecycle": lifecycle,
             "instanceIds": [instance_id],
-            "instanceType": chosen.candidate.pool.instance_type,
+            "instanceType": pool.instance_type,
         }
 
     # RunInstances -------------------------------------------------------------------------------
@@ -278,28 +259,22 @@ class Ec2:
         ]
         # With fewer than three types, AWS returns low scores, regardless of capacity.
         most = 10 if len(types) >= 3 else 3
-        rows: list[dict[str, Any]] = []
-        if query.get("SingleAvailabilityZone") == "true":
-            for zone in sorted({pool.zone for pool in pools}):
-                score = self.market.score([pool for pool in pools if pool.zone == zone], units)
+        by_zone = query.get("SingleAvailabilityZone") == "true"
+        rows = []
+        for zone in sorted({pool.zone for pool in pools}) if by_zone else [""]:
+            score = self.market.score([pool for pool in pools if zone in ("", pool.zone)], units)
+            row: dict[str, Any] = {"region": call.region, "score": min(most, score)}
+            if zone:
                 zone_id = f"{_short(call.region)}-az{_ZONE_IDS.get(zone[-1], 1)}"
-                rows.append(
-                    {
-                        "region": call.region,
-                        "availabilityZoneId": zone_id,
-                        "score": min(most, score),
-                    }
-                )
-        else:
-            score = min(most, self.market.score(pools, units))
-            rows.append({"region": call.region, "score": score})
+                row["availabilityZoneId"] = zone_id
+            rows.append(row)
         return ec2_response(call.action, {"spotPlacementScoreSet": rows})
 
     def _console_output(self, call: Call, query: dict[str, Any]) -> Response:
         self._backend.iam.check_signed(call)
         instance_id = query.get("InstanceId", "")
         self._backend.find(instance_id)
-        output = self._machines.console(instance_id)[-LOG_BYTES:]
+        output = self._hypervisor.console(instance_id)[-LOG_BYTES:]
         return ec2_response(
             call.action,
             {
@@ -325,16 +300,14 @@ class Ec2:
             return result
         ET.register_namespace("", EC2_NAMESPACE)
         root = ET.fromstring(result[2])
-        prefix = root.tag.partition("}")[0] + "}" if root.tag.startswith("{") else ""
-        for reservation in root.iter(f"{prefix}instancesSet"):
-            for item in list(reservation):
-                if item.findtext(f"{prefix}instanceId") in hidden:
-                    reservation.remove(item)
-        reservations = root.find(f"{prefix}reservationSet")
-        for one in list(reservations if reservations is not None else []):
-            inner = one.find(f"{prefix}instancesSet")
-            if reservations is not None and (inner is None or not len(inner)):
-                reservations.remove(one)
+        for reservations in root.iterfind("{*}reservationSet"):
+            for reservation in list(reservations):
+                for instances in reservation.iterfind("{*}instancesSet"):
+                    for item in list(instances):
+                        if item.findtext("{*}instanceId") in hidden:
+                            instances.remove(item)
+                    if not len(instances):
+                        reservations.remove(reservation)
         return response(200, ET.tostring(root), "text/xml")
 
 
@@ -362,7 +335,7 @@ def _price_rows(
 
 
 def _instant(text: str | None) -> float | None:
-    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else None
+    return datetime.fromisoformat(text).timestamp() if text else None
 
 
 def _short(region: str) -> str:

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.plugins.ec2.simulator.cloud import FakeAws
-from etrain_jupyter.plugins.ec2.simulator.networks import why_no_namespaces
 
 __all__ = ["cloud", "cloud_process", "fresh_cloud", "loopback_cloud_process"]
 
@@ -26,12 +25,6 @@ _REPLACED = (
     "AWS_ENDPOINT_URL_S3",
     "AWS_EC2_METADATA_SERVICE_ENDPOINT",
 )
-
-
-def needs_namespaces() -> pytest.MarkDecorator:
-    """Skip, with the reason, if instances cannot have their own networks."""
-    reason = why_no_namespaces()
-    return pytest.mark.skipif(bool(reason), reason=reason)
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from etrain_jupyter.plugins.ec2.simulator.market import Candidate, Demand, Lifecycle, MarketRefusal
-from etrain_jupyter.plugins.ec2.simulator.wire import listed
+from etrain_jupyter.plugins.ec2.simulator.market import Candidate, Demand, Lifecycle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +49,6 @@ def read_demands(query: dict[str, Any]) -> list[Demand]:
     return demands
 
 
-def read_tags(query: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the tags in a request by resource type."""
-    found: dict[str, dict[str, str]] = {}
-    for one in listed(query, "TagSpecification", "TagSpecifications"):
-        tags = {tag["Key"]: tag.get("Value", "") for tag in listed(one, "Tag", "Tags")}
-        found.setdefault(one.get("ResourceType", ""), {}).update(tags)
-    return found
-
-
 def describe(one: Override) -> dict[str, Any]:
     """Format the override of an instance or an error."""
     pool = one.candidate.pool
@@ -74,12 +64,6 @@ def describe(one: Override) -> dict[str, Any]:
             "weightedCapacity": one.candidate.weight,
         },
     }
-
-
-def refusal_entry(refusal: MarketRefusal, overrides: list[Override]) -> dict[str, Any]:
-    """Format the reason why the market allocated less than requested."""
-    place = refusal.candidate.place if refusal.candidate is not None else 0
-    return error_entry(overrides[place], refusal.lifecycle, refusal.code, refusal.message)
 
 
 def error_entry(one: Override, lifecycle: Lifecycle, code: str, message: str) -> dict[str, Any]:

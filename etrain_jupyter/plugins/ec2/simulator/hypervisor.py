@@ -6,6 +6,7 @@ spot interruption, with or without notice) or by a host failure.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -22,12 +23,10 @@ from etrain_jupyter.plugins.ec2.simulator.backend import (
     Backend,
     InstanceFacts,
 )
-from etrain_jupyter.plugins.ec2.simulator.bill import Usage
+from etrain_jupyter.plugins.ec2.simulator.bill import InstanceRecord, Usage
 from etrain_jupyter.plugins.ec2.simulator.machine import SimulatedMachine, processes_of
 from etrain_jupyter.plugins.ec2.simulator.market import Market
 from etrain_jupyter.plugins.ec2.simulator.networks import SimulatedNetwork
-from etrain_jupyter.plugins.ec2.simulator.power import PowerCommand, PowerSwitch
-from etrain_jupyter.plugins.ec2.simulator.records import InstanceRecord
 
 MAX_OFF_S = 60.0
 ENDED_STATES = ("terminated", "shutting-down", "stopped", "stopping")
@@ -40,7 +39,7 @@ ENDED_STATES = ("terminated", "shutting-down", "stopped", "stopping")
 #     waits boot_s     of the machine     EC2's state, the bill,    processes killed,
 #                                         the market                network released
 #
-#   Causes of the end: TerminateInstances (sync), `shutdown` (_on_command) or its timer, the end of
+#   Causes of the end: TerminateInstances (sync), `shutdown` (shut_down) or its timer, the end of
 #   an interruption notice (_interrupt), a host failure (preempt with silent=True), the end of the
 #   first process without a shutdown (_boot).
 #
@@ -59,14 +58,9 @@ class _Guest:
 
 
 class Hypervisor:
-    """Run the machines, and listen for their shutdown commands.
+    """Run the machines, each in a folder below ``folder``.
 
-    Args:
-        backend: Moto's instances.
-        network: Connects the machines.
-        folder: Parent of the machines' folders.
-        minute_s: Duration of a minute of ``shutdown -h +1``, in seconds.
-        boot_s: Time for which a machine is pending, in seconds.
+    A machine is pending for ``boot_s`` seconds. A minute of ``shutdown -h +1`` takes ``minute_s``.
     """
 
     def __init__(
@@ -87,7 +81,6 @@ class Hypervisor:
         self._network = network
         self._folder = folder
         self._guests: dict[str, _Guest] = {}
-        self._switch = PowerSwitch(folder, self._on_command)
 
     # Starting -----------------------------------------------------------------------------------
 
@@ -99,7 +92,8 @@ class Hypervisor:
                 self._adopt(instance_id)
             elif guest is not None and state in ENDED_STATES:
                 # Do not wait for the machine: EC2 responds immediately.
-                self._end_soon(guest, USER_SHUTDOWN, is_stopped=state.startswith("stop"))
+                if self._mark_ended(guest, USER_SHUTDOWN, is_stopped=state.startswith("stop")):
+                    self._run(f"off {instance_id}", self._switch_off, guest)
                 if state == "terminated" and guest.usage.disk_ended_at is None:
                     # It was stopped before: its disk was charged until now.
                     guest.usage = replace(guest.usage, disk_ended_at=time.time())
@@ -146,10 +140,6 @@ class Hypervisor:
 
     # Ending -------------------------------------------------------------------------------------
 
-    def _end_soon(self, guest: _Guest, code: str, *, is_stopped: bool = False) -> None:
-        if self._mark_ended(guest, code, is_stopped=is_stopped):
-            self._run(f"off {guest.usage.instance_id}", self._switch_off, guest)
-
     def _end(self, guest: _Guest, code: str, *, is_stopped: bool = False) -> None:
         with self._backend.lock:
             is_first = self._mark_ended(guest, code, is_stopped=is_stopped)
@@ -190,13 +180,18 @@ class Hypervisor:
                     # In the background: it takes minutes if an environment was installed.
                     self._run(f"erase {facts.instance_id}", guest.machine.erase_disk)
 
-    def _on_command(self, instance_id: str, command: PowerCommand) -> str:
-        """Execute a ``shutdown`` command from inside the machine."""
+    def shut_down(self, instance_id: str, arguments: list[str]) -> str:
+        """Execute a ``shutdown`` command from inside the machine; return its output.
+
+        Raises:
+            ValueError: If the arguments are invalid, with the command's output.
+        """
+        minutes = parse_shutdown(arguments)
         guest = self._guests.get(instance_id)
         if guest is None or guest.ended.is_set():
             return ""
         is_stopped = guest.machine.facts.stops
-        if command.minutes == 0:
+        if minutes == 0:
             # Use another thread: the requesting command is one of the processes to be killed.
             self._run(f"off {instance_id}", self._end_from_inside, guest, is_stopped)
             return ""
@@ -205,9 +200,9 @@ class Hypervisor:
             if guest.timer is not None:
                 guest.timer.cancel()
                 guest.timer = guest.off_at = None
-            if command.minutes is None:
+            if minutes is None:
                 return ""
-            left_s = command.minutes * self.minute_s
+            left_s = minutes * self.minute_s
             guest.off_at = time.time() + left_s
             guest.timer = threading.Timer(left_s, self._end_from_inside, (guest, is_stopped))
             guest.timer.daemon = True
@@ -253,10 +248,6 @@ class Hypervisor:
         imds.interrupt(time.time() + notice_s)
         if not guest.ended.wait(notice_s):
             self._end(guest, SPOT_RECLAIMED)
-
-    def recommend_rebalance(self, instance_id: str) -> None:
-        """Send a machine a rebalance recommendation."""
-        self.imds(instance_id).recommend_rebalance()
 
     def imds(self, instance_id: str) -> Any:
         """Return a machine's metadata service."""
@@ -342,10 +333,33 @@ class Hypervisor:
             if guest.ended.is_set():
                 guest.off.wait(MAX_OFF_S)
 
-    def close(self) -> None:
-        """Switch all machines off and stop listening."""
-        self.forget()
-        self._switch.close()
-
     def _run(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
         threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
+
+
+def parse_shutdown(arguments: list[str]) -> int | None:
+    """Return the minutes until power-off; None cancels a scheduled one.
+
+    Args:
+        arguments: Those of shutdown(8), as far as needed for powering off.
+
+    Raises:
+        ValueError: If they are invalid, with the command's output.
+
+    >>> parse_shutdown(["-h", "+15"]), parse_shutdown(["-P", "now", "the", "end"])
+    (15, 0)
+    """
+    # Anything after the time is a message to logged-in users, and is ignored.
+    flags = [word for word in arguments if word.startswith("-")]
+    rest = [word for word in arguments if not word.startswith("-")]
+    for flag in flags:
+        if flag not in ("-h", "-P", "-H", "-c", "--poweroff", "--halt", "--no-wall"):
+            raise ValueError(f"shutdown: unsupported option {flag} in a fake instance")
+    if "-c" in flags:
+        return None
+    when = rest[0] if rest else "+1"
+    if when == "now":
+        return 0
+    if not re.fullmatch(r"\+?\d+", when):
+        raise ValueError(f"Failed to parse time specification: {when}")
+    return int(when)

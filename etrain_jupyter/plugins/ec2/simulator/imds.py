@@ -65,17 +65,8 @@ def instance_pages(
 ) -> dict[str, Page]:
     """Return the metadata of an instance, by path below ``/latest/``.
 
-    Args:
-        instance_id: Its id.
-        instance_type: Its type.
-        zone: Its availability zone; the region is the zone without its letter.
-        lifecycle: ``spot`` or ``on-demand``.
-        address: Its private address.
-        ami: Its image.
-        account: Its account.
-        launched_at: Its launch time; by default now.
-        tags: Its tags, visible with ``InstanceMetadataTags=enabled``; None hides them.
-        user_data: Its boot script.
+    The region is the zone without its letter, and ``launched_at`` is now by default. ``tags`` are
+    visible with ``InstanceMetadataTags=enabled``; None hides them.
     """
     region = zone[:-1]
     identity = {
@@ -113,12 +104,10 @@ class ImdsServer(Closing):
     def __init__(
         self, pages: Mapping[str, Page] | None = None, *, listener: socket.socket | None = None
     ) -> None:
-        """Start the service.
+        """Start the service with its content, by path below ``/latest/``.
 
-        Args:
-            pages: Its content, by path below ``/latest/``.
-            listener: A listening socket, for example in another network namespace; by default a
-                port on 127.0.0.1.
+        ``listener`` is a listening socket in another network namespace, by default a port on
+        127.0.0.1.
         """
         self._lock = threading.Lock()
         """Guards the next four attributes."""

@@ -21,7 +21,7 @@ import etrain_jupyter
 from etrain_jupyter.plugins.ec2.simulator.backend import InstanceFacts
 from etrain_jupyter.plugins.ec2.simulator.imds import ImdsServer, Page, instance_pages
 from etrain_jupyter.plugins.ec2.simulator.networks import SimulatedNetwork
-from etrain_jupyter.plugins.ec2.simulator.records import ACCOUNT
+from etrain_jupyter.plugins.ec2.simulator.wire import ACCOUNT
 
 MARKER = "ETRAIN_FAKEAWS_INSTANCE"
 DISK = "disk"
@@ -74,20 +74,16 @@ class SimulatedMachine:
         credentials: Callable[[], str],
         source: str = "",
     ) -> None:
-        """Run its user-data.
-
-        Args:
-            endpoint: Address of the cloud's services.
-            variables: Additional environment variables.
-            credentials: Returns the credentials of its role, if it has one.
-            source: The instance from which its image was made; empty for an image without one.
-        """
+        """Run its user-data on the disk of ``source``, the instance of its image, if it has one."""
         # The machine may have been terminated while it was pending.
         with self._lock:
             if self._is_off:
                 return
-            if source:
-                self._copy_disk(source)
+            disk = self._harness_folder / source / DISK
+            if source and disk.is_dir():
+                # Only the environments exist on a disk. Hard links: as from a snapshot, nothing is
+                # copied before it is changed.
+                subprocess.run(["cp", "-al", disk, self._folder / DISK], check=True)
             # Only the guest's first process starts here. It waits for the task below, because the
             # network must be connected before the user-data runs.
             with (self._folder / "host.log").open("ab") as log:
@@ -115,13 +111,6 @@ class SimulatedMachine:
             self._process.stdin.write(json.dumps(task).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _copy_disk(self, source: str) -> None:
-        """Start with the disk of another machine, of which only the environments exist."""
-        # Hard links: as from a snapshot, nothing is copied before it is changed.
-        disk = self._harness_folder / source / DISK
-        if disk.is_dir():
-            subprocess.run(["cp", "-al", disk, self._folder / DISK], check=True)
-
     def _command(self) -> list[str]:
         """Write its user-data to a file; return the command that runs it."""
         text = self.facts.user_data
@@ -135,7 +124,7 @@ class SimulatedMachine:
         return [*shlex.split(text.splitlines()[0][2:]), str(script)]
 
     def _environment(self, endpoint: str, variables: Mapping[str, str]) -> dict[str, str]:
-        commands = self._write_commands()
+        commands = self._write_commands(endpoint)
         home = self._folder / "home"
         home.mkdir()
         environment = {
@@ -157,12 +146,11 @@ class SimulatedMachine:
             environment["AWS_EC2_METADATA_SERVICE_ENDPOINT"] = self.imds.url
         return environment
 
-    def _write_commands(self) -> Path:
+    def _write_commands(self, endpoint: str) -> Path:
         """Write replacements for commands that must not run here; return their folder."""
         folder = self._folder / "bin"
         folder.mkdir()
-        arguments = python_script("shutdown", str(self._harness_folder), self.facts.instance_id)
-        switch = shlex.join(arguments)
+        switch = shlex.join(python_script("shutdown", endpoint, self.facts.instance_id))
         off = f"exec {switch} -h now"
         refuse = 'echo "$0: not in a fake instance" >&2; exit 1'
         scripts = {

@@ -251,11 +251,12 @@ class Market:
         # 4. Fewer units than MinTargetCapacity: launch nothing.
         groups = _groups(candidates, demand)
         chosen = [self._fill(group, demand, at) for group in groups]
-        best = min(
-            chosen,
-            key=lambda got: (-min(_units(got), demand.target), self._usd(got, demand, at)),
-            default=[],
-        )
+
+        def rank(got: Sequence[Candidate]) -> tuple[float, float]:
+            usd = sum(self._hourly_usd(candidate, demand, at) for candidate in got)
+            return -min(_units(got), demand.target), usd
+
+        best = min(chosen, key=rank, default=[])
         refusals = []
         if _units(best) < demand.target:
             refusals = [self._refusal(candidate, demand, at) for candidate in candidates]
@@ -334,9 +335,6 @@ class Market:
         if demand.lifecycle == "spot":
             return self.spot_usd(candidate.pool, at) or 0.0
         return self.on_demand_usd(candidate.pool.instance_type) or 0.0
-
-    def _usd(self, got: Sequence[Candidate], demand: Demand, at: float) -> float:
-        return sum(self._hourly_usd(candidate, demand, at) for candidate in got)
 
     def _refusal(self, candidate: Candidate, demand: Demand, at: float) -> MarketRefusal:
         is_over_max_price = demand.lifecycle == "spot" and self._is_over_max_price(candidate, at)

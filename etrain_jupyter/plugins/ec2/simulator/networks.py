@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Literal, Protocol
+from typing import Literal
 
 Mode = Literal["namespaces", "loopback"]
 PREFIX = "etfake"
@@ -44,37 +44,6 @@ def why_no_namespaces() -> str:
     return ""
 
 
-class SimulatedNetwork(Protocol):
-    """Addresses and cables."""
-
-    mode: Mode
-    host_address: str
-    """Address at which instances reach this machine."""
-    bridge: str
-    """Name of the bridge; empty if there is none."""
-
-    def allocate(self) -> str:
-        """Return the address for a new machine."""
-
-    def release(self, address: str) -> None:
-        """Release an address."""
-
-    def wrap(self, command: list[str]) -> list[str]:
-        """Return the command that starts a machine's first process."""
-
-    def plug(self, pid: int, address: str) -> socket.socket:
-        """Connect a machine; return the listener of its metadata service."""
-
-    def pull(self, address: str) -> None:
-        """Disconnect a machine, in both directions."""
-
-    def stray_cables(self, in_use: set[str]) -> list[str]:
-        """Return the cables that belong to none of these addresses."""
-
-    def close(self) -> None:
-        """Remove everything."""
-
-
 class _Addresses:
     # A released address goes to the end of the list, so that it is reused as late as possible:
     # connections of its previous machine may still be open elsewhere.
@@ -95,12 +64,14 @@ class _Addresses:
                 self._free.append(address)
 
 
-class LoopbackNetwork:
+class SimulatedNetwork:
     """Addresses in 127.0.0.0/8, derived from the process id to keep harnesses apart."""
 
     mode: Mode = "loopback"
     host_address = "127.0.0.1"
+    """Address at which instances reach this machine."""
     bridge = ""
+    """Name of the bridge; empty if there is none."""
 
     def __init__(self) -> None:
         # 127.64.0.0 to 127.127.255.0, from the lower 14 bits of the process id.
@@ -116,25 +87,25 @@ class LoopbackNetwork:
         self._addresses.put_back(address)
 
     def wrap(self, command: list[str]) -> list[str]:
-        """Return the command unchanged."""
+        """Return the command that starts a machine's first process."""
         return command
 
     def plug(self, pid: int, address: str) -> socket.socket:
-        """Return a listener on a free port."""
+        """Connect a machine; return the listener of its metadata service."""
         return socket.create_server(("127.0.0.1", 0), backlog=64)
 
     def pull(self, address: str) -> None:
-        """Do nothing: there is no cable."""
+        """Disconnect a machine, in both directions; without a cable, nothing happens."""
 
     def stray_cables(self, in_use: set[str]) -> list[str]:
-        """Return an empty list: there are no cables."""
+        """Return the cables that belong to none of these addresses."""
         return []
 
     def close(self) -> None:
-        """Do nothing."""
+        """Remove everything."""
 
 
-class NamespaceNetwork:
+class NamespaceNetwork(SimulatedNetwork):
     """A bridge of this process, with a cable to each machine."""
 
     mode: Mode = "namespaces"
@@ -165,16 +136,12 @@ class NamespaceNetwork:
             _ip(["addr", "del", f"{prefix}.1/24", "dev", self.bridge])
         raise RuntimeError("no network 10.214.x.0/24 is free on this machine")
 
-    def allocate(self) -> str:
-        """Return the address for a new machine."""
-        return self._addresses.take()
-
     def release(self, address: str) -> None:
         """Release an address and remove its cable."""
         # The kernel removes a cable with its namespace, but unclosed TCP connections keep an empty
         # namespace alive for minutes.
         _remove_link(self._cable(address))
-        self._addresses.put_back(address)
+        super().release(address)
 
     def wrap(self, command: list[str]) -> list[str]:
         """Return the command in its own network and process table."""
@@ -323,5 +290,5 @@ def make_network(mode: Literal["auto", "namespaces", "loopback"]) -> SimulatedNe
     if mode == "namespaces" and reason:
         raise RuntimeError(f"fakeaws in mode 'namespaces' {reason}. Use mode='loopback'.")
     if mode == "loopback" or reason:
-        return LoopbackNetwork()
+        return SimulatedNetwork()
     return NamespaceNetwork()

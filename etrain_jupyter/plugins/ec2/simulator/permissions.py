@@ -1,23 +1,41 @@
-"""Requests to IAM for one API call, each with its action, resource and condition keys.
+"""Enforce IAM: signatures, and the permissions that an API call needs, with their conditions.
 
-This code has no side effects. It makes only two lookups: tags of existing resources, and launch
-templates. A launch needs about ten permissions: for the fleet, each machine with its type, disk,
-interface, image, subnet, group and template, for the tags, and for the role that is passed. All of
-them must be allowed.
+A call makes several requests to IAM, each with an action, a resource and condition keys. A launch
+makes about ten: for the fleet, each machine with its type, disk, interface, image, subnet, group
+and template, for the tags, and for the role that is passed. All of them must be allowed.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-from etrain_jupyter.plugins.ec2.simulator.condition_keys import is_supported, kind_of
-from etrain_jupyter.plugins.ec2.simulator.fleets import read_tags
-from etrain_jupyter.plugins.ec2.simulator.iam import Request
-from etrain_jupyter.plugins.ec2.simulator.wire import Call, listed, nested
+from moto import settings
+from moto.core.authorization import ActionAuthenticatorMixin
+from moto.core.exceptions import ServiceException
+from moto.core.request import EnvironHeaders
+from moto.iam.access_control import (
+    CreateAccessKeyFailure,
+    IAMRequest,
+    IAMRequestBase,
+    create_access_key,
+)
+from werkzeug.exceptions import HTTPException
+
+from etrain_jupyter.plugins.ec2.simulator.iam import Request, is_allowed, is_supported, kind_of
+from etrain_jupyter.plugins.ec2.simulator.wire import (
+    ACCOUNT,
+    ApiError,
+    Call,
+    listed,
+    nested,
+    tags_by_kind,
+)
+from etrain_jupyter.testing.s3_faults import AROUND
 
 IDS = {
     "TerminateInstances": ("instance", "InstanceId"),
@@ -29,10 +47,6 @@ IDS = {
     "AuthorizeSecurityGroupIngress": ("security-group", "GroupId"),
 }
 """Actions on existing resources: resource type, and the parameter with its id."""
-SUBRESOURCES = {
-    "tagging": "BucketTagging",
-}
-"""Settings of a bucket: the parameter that names one, and the name of its permission."""
 KINDS = {"i": "instance", "lt": "launch-template", "sg": "security-group", "vol": "volume"}
 
 
@@ -40,7 +54,6 @@ KINDS = {"i": "instance", "lt": "launch-template", "sg": "security-group", "vol"
 class World:
     """The parts of an account that permissions depend on."""
 
-    account: str
     tags_of: Callable[[str], Mapping[str, str]]
     """Returns a resource's tags, by id."""
     template: Callable[[Mapping[str, Any]], tuple[str, Mapping[str, Any]]]
@@ -76,15 +89,9 @@ def _with_supported_keys(request: Request) -> Request:
 
 def _parameter(call: Call, world: World) -> str:
     # AWS's public parameters, such as the ids of its images, belong to no account.
-    name = str(json_of(call).get("Name", "")).lstrip("/")
-    account = "" if name.startswith("aws/") else world.account
+    name = str(json.loads(call.body or b"{}").get("Name", "")).lstrip("/")
+    account = "" if name.startswith("aws/") else ACCOUNT
     return f"arn:aws:ssm:{call.region}:{account}:parameter/{name}"
-
-
-def json_of(call: Call) -> dict[str, Any]:
-    """Return the body of a call to a service that uses JSON requests."""
-    parsed: dict[str, Any] = json.loads(call.body or b"{}")
-    return parsed
 
 
 # ------------------------------------------------------------------------------------------- S3
@@ -113,9 +120,8 @@ def _of_s3(call: Call) -> Request:
 
 
 def _of_bucket(method: str, arn: str, query: Mapping[str, str]) -> Request:
-    for subresource, what in SUBRESOURCES.items():
-        if subresource in query:
-            return Request(f"s3:{'Put' if method == 'PUT' else 'Get'}{what}", arn)
+    if "tagging" in query:
+        return Request(f"s3:{'Put' if method == 'PUT' else 'Get'}BucketTagging", arn)
     if method == "PUT":
         return Request("s3:CreateBucket", arn)
     if method == "DELETE":
@@ -140,7 +146,7 @@ class _Ec2Call:
     def __init__(self, call: Call, world: World) -> None:
         self._call, self._world = call, world
         self._query = nested(call.body)
-        self._tags = read_tags(self._query)
+        self._tags = tags_by_kind(self._query)
 
     def requests(self) -> Iterator[Request]:
         action = self._call.action
@@ -162,7 +168,7 @@ class _Ec2Call:
     def _request(self, action: str, kind: str, id: str, context: Mapping[str, Any]) -> Request:
         # ARNs of images and snapshots have no account. A resource that the call creates has no id
         # yet: "new" is used instead, so a policy must match it with a wildcard.
-        account = "" if kind in ("image", "snapshot") else self._world.account
+        account = "" if kind in ("image", "snapshot") else ACCOUNT
         arn = f"arn:aws:ec2:{self._call.region}:{account}:{kind}/{id}"
         return Request(f"ec2:{action}", arn, {k: v for k, v in context.items() if v})
 
@@ -225,12 +231,12 @@ class _Ec2Call:
         # The requests for one kind of machine, in a fleet or ``RunInstances``. Values of the
         # request take precedence over those of the launch template.
         id, data = self._world.template(named) if named else ("", {})
-        region, account = self._call.region, self._world.account
+        region, account = self._call.region, ACCOUNT
         # Set on every resource of the launch, so that a policy can require a certain template.
         frame = {
             "ec2:LaunchTemplate": id and f"arn:aws:ec2:{region}:{account}:launch-template/{id}"
         }
-        of_template = _tags_of_template(data)
+        of_template = tags_by_kind(data)
         tags = {kind: {**of_template.get(kind, {}), **tags.get(kind, {})} for kind in _LAUNCHED}
         profile = str(
             (parameters.get("IamInstanceProfile") or data.get("IamInstanceProfile") or {}).get(
@@ -281,16 +287,107 @@ def _request_tags(tags: Mapping[str, str]) -> dict[str, Any]:
     return {f"aws:RequestTag/{k}": v for k, v in tags.items()} | {"aws:TagKeys": list(tags)}
 
 
-def _tags_of_template(data: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for one in data.get("TagSpecifications") or []:
-        tags = {tag["Key"]: tag["Value"] for tag in one.get("Tags") or one.get("Tag") or []}
-        found.setdefault(str(one.get("ResourceType")), {}).update(tags)
-    return found
-
-
 def _groups(data: Mapping[str, Any]) -> list[str]:
     interfaces = data.get("NetworkInterfaces") or data.get("NetworkInterface") or []
     of_interfaces = [group for one in interfaces for group in one.get("Groups") or []]
     own = data.get("SecurityGroupIds") or data.get("SecurityGroupId") or []
     return [str(group) for group in [*own, *of_interfaces]]
+
+
+# -------------------------------------------------------------------------------- enforcement
+
+
+class Enforcement:
+    """Checks of signatures and policies, off by default; ``lock`` guards moto's state."""
+
+    def __init__(self, lock: threading.RLock, world_of: Callable[[str], World]) -> None:
+        self._lock = lock
+        self._world_of = world_of
+        self.requests: dict[str, tuple[Request, bool]] = {}
+        """Requests to IAM since enforcement started, and whether they were allowed."""
+        _replace_motos_checks()
+
+    def is_enforcing(self) -> bool:
+        """Return whether signatures and policies are checked."""
+        # moto's own switch: it checks requests after the first INITIAL_NO_AUTH_ACTION_COUNT.
+        return bool(ActionAuthenticatorMixin.request_count >= settings.INITIAL_NO_AUTH_ACTION_COUNT)
+
+    def enforce(self, is_on: bool) -> None:
+        """Start or stop checking signatures and policies."""
+        self.requests.clear()
+        settings.INITIAL_NO_AUTH_ACTION_COUNT = 0.0 if is_on else float("inf")
+        ActionAuthenticatorMixin.request_count = 0
+
+    def check_signed(self, call: Call) -> None:
+        """Refuse a call with an invalid signature, if moto does not check it.
+
+        Raises:
+            ApiError: If it is refused.
+        """
+        if not self.is_enforcing():
+            return
+        request = IAMRequest(
+            account_id=ACCOUNT,
+            method=call.environ["REQUEST_METHOD"],
+            path=call.environ["PATH_INFO"],
+            data=dict(parse_qsl(call.body.decode("latin-1"))),
+            body=call.body,
+            headers=dict(EnvironHeaders(call.environ)),
+            action=call.action,
+        )
+        try:
+            request.check_signature()
+        except (ServiceException, HTTPException):
+            raise ApiError("AuthFailure", "AWS was not able to validate the credentials.") from None
+
+    def find_refusal(self, call: Call) -> ApiError | None:
+        """Return the error of a call that the caller's policies do not allow, else None."""
+        if not self.is_enforcing() or "HTTP_X_ETRAIN_AROUND" in call.environ:
+            return None
+        with self._lock:
+            policies = self._policies_of(call)
+            if policies is None:
+                return None  # an unknown caller: the signature check refuses it
+            for request in requests_of(call, self._world_of(call.region)):
+                is_permitted = is_allowed(policies, request)
+                # The text is the key, so that repeated requests, such as polls, count once.
+                self.requests[str(request)] = (request, is_permitted)
+                if not is_permitted:
+                    code = "UnauthorizedOperation" if call.service == "ec2" else "AccessDenied"
+                    return ApiError(code, f"not authorized to perform {request}", 403)
+        return None
+
+    def _policies_of(self, call: Call) -> list[dict[str, Any]] | None:
+        headers = dict(EnvironHeaders(call.environ))
+        try:
+            key = create_access_key(ACCOUNT, "aws", call.access_key, headers)
+        except CreateAccessKeyFailure:
+            return None
+        return [_document_of(policy) for policy in key.collect_policies()]
+
+
+def _document_of(policy: Any) -> dict[str, Any]:
+    """Return a policy, which moto keeps as text, as a mapping, or as a managed policy."""
+    if hasattr(policy, "versions"):
+        [policy] = [one.document for one in policy.versions if one.is_default]
+    parsed: dict[str, Any] = json.loads(
+        policy if isinstance(policy, str) else policy["policy_document"]
+    )
+    return parsed
+
+
+def _replace_motos_checks() -> None:
+    # The test's own S3 requests are not signed, and must work with any policy.
+    check = ActionAuthenticatorMixin._authenticate_and_authorize_action
+
+    def check_others(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.headers.get(AROUND):
+            check(self, *args, **kwargs)
+
+    setattr(ActionAuthenticatorMixin, check.__name__, check_others)
+    # Moto ignores conditions and most resources; ``find_refusal`` has already checked them.
+    IAMRequestBase.check_action_permitted = _permit  # type: ignore[method-assign]
+
+
+def _permit(self: IAMRequestBase, resource: str) -> None:
+    """Accept any request: its signature and policies have been checked elsewhere."""

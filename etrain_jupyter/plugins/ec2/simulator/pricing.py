@@ -1,9 +1,10 @@
-"""The Pricing API's ``GetProducts`` for EC2: on-demand rates for Linux."""
+"""Service Quotas' ``GetServiceQuota``, and the Pricing API's ``GetProducts`` for EC2 on Linux."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from etrain_jupyter.plugins.ec2.simulator.imds import timestamp
@@ -20,6 +21,25 @@ REGION_NAMES = {
     "us-east-2": "US East (Ohio)",
     "us-west-2": "US West (Oregon)",
 }
+
+
+DEFAULT_VCPUS = 64.0
+SPOT_VCPUS = ("L-3819A6DF", "L-7212CCBC", "L-C4BD4855", "L-34B43A08")
+"""Codes of the quotas of spot vCPUs: G and VT, P4 to P2, P5, and the standard families."""
+
+
+def get_quota(request: dict[str, Any], vcpus: Mapping[str, float]) -> dict[str, Any]:
+    """Process ``GetServiceQuota``; ``vcpus`` has the limits that differ from the default.
+
+    Raises:
+        ApiError: If the quota does not exist.
+    """
+    service, code = request.get("ServiceCode"), request.get("QuotaCode")
+    if service != "ec2" or code not in SPOT_VCPUS:
+        raise ApiError("NoSuchResourceException", f"The quota {service}/{code} does not exist.")
+    value = vcpus.get(code, DEFAULT_VCPUS)
+    quota = {"ServiceCode": service, "QuotaCode": code, "Value": value, "Unit": "None"}
+    return {"Quota": quota}
 
 
 def get_products(request: dict[str, Any], market: Market) -> dict[str, Any]:

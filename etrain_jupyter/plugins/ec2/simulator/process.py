@@ -15,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from etrain_jupyter.plugins.ec2.simulator.machine import python_script
 from etrain_jupyter.plugins.ec2.simulator.networks import CABLE, SimulatedNetwork, make_network
-from etrain_jupyter.plugins.ec2.simulator.settings import Settings
 from etrain_jupyter.testing.serving import make_wsgi_server, serve_in_thread
 
 END_S = 5.0
@@ -28,14 +28,13 @@ END_S = 5.0
 # The cleanup after each kind of end:
 #
 #   end of this process          instances                 network and folder
-#   standard input closes        hypervisor.close()        network.close(), then the janitor
+#   standard input closes        hypervisor.forget()       network.close(), then the janitor
 #   parent is killed             the same                  the same
 #   it is killed itself          each one: its own pipe    the janitor, whose pipe has closed, too
 #                                to this process closes
-def main(word: str) -> None:
-    """Serve until the process must end, then clean up."""
-    settings = Settings(**json.loads(word))
-    network = make_network(settings.mode)
+def main(settings: dict[str, Any]) -> None:
+    """Serve until the process must end, then clean up; see ``FakeAws`` for the settings."""
+    network = make_network(settings["mode"])
     folder = Path(tempfile.mkdtemp(prefix="etrain-fakeaws-"))
     arguments = [str(folder)]
     if network.bridge:
@@ -56,7 +55,7 @@ def main(word: str) -> None:
     os._exit(0)
 
 
-def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
+def _serve(settings: dict[str, Any], network: SimulatedNetwork, folder: Path) -> None:
     # moto uses boto3, which must not look for a metadata service on this machine.
     os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
@@ -73,18 +72,18 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
         backend=backend,
         network=network,
         folder=folder,
-        minute_s=settings.minute_s,
-        boot_s=settings.boot_s,
+        minute_s=settings["minute_s"],
+        boot_s=settings["boot_s"],
     )
     ec2 = Ec2(backend, Market(), hypervisor)
-    api = CloudApi(DomainDispatcherApplication(create_backend_app), ec2)
+    api = CloudApi(DomainDispatcherApplication(create_backend_app), ec2, backend.iam)
     control = Control(
         backend=backend,
         hypervisor=hypervisor,
         ec2=ec2,
         api=api,
-        zones=[f"{settings.region}{letter}" for letter in "abc"],
-        variables=settings.variables,
+        zones=[f"{settings['region']}{letter}" for letter in "abc"],
+        variables=settings["variables"],
     )
     app = with_control(api, control)
     # Do not add a date: the application sends one, according to the cloud's clock.
@@ -106,7 +105,7 @@ def _serve(settings: Settings, network: SimulatedNetwork, folder: Path) -> None:
     print(json.dumps(facts), flush=True)
     wait_for_end(os.getppid())
     end_heads_at(hypervisor.endpoint)
-    hypervisor.close()
+    hypervisor.forget()
 
 
 def end_heads_at(endpoint: str) -> None:
@@ -147,4 +146,4 @@ def wait_for_end(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(json.loads(sys.argv[1]))

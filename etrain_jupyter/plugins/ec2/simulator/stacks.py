@@ -14,81 +14,86 @@ from typing import Any
 from moto.cloudformation.models import CloudFormationBackend, Event, Stack, cloudformation_backends
 from moto.iam.models import ManagedPolicy, Role, iam_backends
 
+_create, _update, _delete = Stack.create_resources, Stack.update, Stack.delete
+_delete_stack = CloudFormationBackend.delete_stack
+_create_role = Role.create_from_cloudformation_json.__func__  # type: ignore[attr-defined]
+
 
 @cache
 def teach_moto() -> None:
     """Replace methods of moto, once for each process."""
-    create, update, delete = Stack.create_resources, Stack.update, Stack.delete
-    delete_stack = CloudFormationBackend.delete_stack
-    create_role = Role.create_from_cloudformation_json.__func__  # type: ignore[attr-defined]
-
-    def create_resources(self: Any) -> None:
-        resources = self.template_dict["Resources"]
-        try:
-            create(self)
-        except Exception as exc:
-            made = self.resource_map._parsed_resources
-            failed = next(id for id in resources if id not in made)
-            _record(self, failed, "CREATE_FAILED", getattr(exc, "message", str(exc)))
-            for one in resources.values():
-                one.pop("DeletionPolicy", None)
-            self.delete()
-            backend = cloudformation_backends[self.account_id][self.region_name]
-            backend.deleted_stacks[self.stack_id] = backend.stacks.pop(self.stack_id)
-            return
-        for id in resources:
-            _record(self, id, "CREATE_COMPLETE")
-
-    def update_resources(self: Any, template: str, *args: Any, **words: Any) -> None:
-        before = self.template_dict["Resources"]
-        update(self, template, *args, **words)
-        for id, one in self.template_dict["Resources"].items():
-            if one != before.get(id):
-                _record(self, id, "UPDATE_COMPLETE" if id in before else "CREATE_COMPLETE")
-
-    def delete_resources(self: Any) -> None:
-        # moto would evaluate the outputs of a deleted stack, and create its resources again.
-        self.output_map._output_json_map = {}
-        resources = self.resource_map._resource_json_map
-        for one in resources.values():
-            if one.get("DeletionPolicy") == "RetainExceptOnCreate":
-                one["DeletionPolicy"] = "Retain"
-        deleted = [id for id, one in resources.items() if one.get("DeletionPolicy") != "Retain"]
-        try:
-            delete(self)
-        except Exception as exc:
-            for id in deleted:
-                if id in self.resource_map._parsed_resources:
-                    _record(self, id, "DELETE_FAILED", getattr(exc, "message", str(exc)))
-            self.status = "DELETE_FAILED"
-            return
-        for id in deleted:
-            _record(self, id, "DELETE_COMPLETE")
-
-    def keep_failed(self: Any, name_or_stack_id: str) -> None:
-        delete_stack(self, name_or_stack_id)
-        stack = self.deleted_stacks.get(name_or_stack_id)
-        if stack is not None and stack.status == "DELETE_FAILED":
-            self.stacks[stack.stack_id] = self.deleted_stacks.pop(name_or_stack_id)
-
-    def create_role_with_policies(cls: Any, *args: Any, **words: Any) -> Any:
-        role = create_role(cls, *args, **words)
-        # moto keeps the documents of a template as mappings, and those of other requests as text.
-        role.policies = {name: json.dumps(document) for name, document in role.policies.items()}
-        return role
-
     replacements: tuple[tuple[Any, str, Any], ...] = (
-        (Stack, "create_resources", create_resources),
-        (Stack, "update", update_resources),
-        (Stack, "delete", delete_resources),
-        (CloudFormationBackend, "delete_stack", keep_failed),
-        (Role, "create_from_cloudformation_json", classmethod(create_role_with_policies)),
+        (Stack, "create_resources", _create_resources),
+        (Stack, "update", _update_resources),
+        (Stack, "delete", _delete_resources),
+        (CloudFormationBackend, "delete_stack", _keep_failed),
+        (Role, "create_from_cloudformation_json", classmethod(_create_role_with_policies)),
         (Role, "update_from_cloudformation_json", classmethod(_update_role)),
         (ManagedPolicy, "update_from_cloudformation_json", classmethod(_update_policy)),
         (ManagedPolicy, "delete_from_cloudformation_json", classmethod(_delete_policy)),
     )
     for owner, name, method in replacements:
         setattr(owner, name, method)
+
+
+def _create_resources(self: Any) -> None:
+    resources = self.template_dict["Resources"]
+    try:
+        _create(self)
+    except Exception as exc:
+        made = self.resource_map._parsed_resources
+        failed = next(id for id in resources if id not in made)
+        _record(self, failed, "CREATE_FAILED", getattr(exc, "message", str(exc)))
+        for one in resources.values():
+            one.pop("DeletionPolicy", None)
+        self.delete()
+        backend = cloudformation_backends[self.account_id][self.region_name]
+        backend.deleted_stacks[self.stack_id] = backend.stacks.pop(self.stack_id)
+        return
+    for id in resources:
+        _record(self, id, "CREATE_COMPLETE")
+
+
+def _update_resources(self: Any, template: str, *args: Any, **words: Any) -> None:
+    before = self.template_dict["Resources"]
+    _update(self, template, *args, **words)
+    for id, one in self.template_dict["Resources"].items():
+        if one != before.get(id):
+            _record(self, id, "UPDATE_COMPLETE" if id in before else "CREATE_COMPLETE")
+
+
+def _delete_resources(self: Any) -> None:
+    # moto would evaluate the outputs of a deleted stack, and create its resources again.
+    self.output_map._output_json_map = {}
+    resources = self.resource_map._resource_json_map
+    for one in resources.values():
+        if one.get("DeletionPolicy") == "RetainExceptOnCreate":
+            one["DeletionPolicy"] = "Retain"
+    deleted = [id for id, one in resources.items() if one.get("DeletionPolicy") != "Retain"]
+    try:
+        _delete(self)
+    except Exception as exc:
+        for id in deleted:
+            if id in self.resource_map._parsed_resources:
+                _record(self, id, "DELETE_FAILED", getattr(exc, "message", str(exc)))
+        self.status = "DELETE_FAILED"
+        return
+    for id in deleted:
+        _record(self, id, "DELETE_COMPLETE")
+
+
+def _keep_failed(self: Any, name_or_stack_id: str) -> None:
+    _delete_stack(self, name_or_stack_id)
+    stack = self.deleted_stacks.get(name_or_stack_id)
+    if stack is not None and stack.status == "DELETE_FAILED":
+        self.stacks[stack.stack_id] = self.deleted_stacks.pop(name_or_stack_id)
+
+
+def _create_role_with_policies(cls: Any, *args: Any, **words: Any) -> Any:
+    role = _create_role(cls, *args, **words)
+    # moto keeps the documents of a template as mappings, and those of other requests as text.
+    role.policies = {name: json.dumps(document) for name, document in role.policies.items()}
+    return role
 
 
 def _record(stack: Any, id: str, status: str, reason: str | None = None) -> None:

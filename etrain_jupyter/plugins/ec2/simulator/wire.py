@@ -5,6 +5,7 @@ Pure functions that convert bytes to values and back.
 
 from __future__ import annotations
 
+import http.client
 import json
 import uuid
 from collections.abc import Mapping
@@ -13,20 +14,11 @@ from typing import Any
 from urllib.parse import parse_qsl
 from xml.sax.saxutils import escape
 
-Environ = dict[str, Any]
-Response = tuple[str, list[tuple[str, str]], bytes]
-"""Status line, headers, body."""
+from etrain_jupyter.testing.serving import Environ, Response
 
+ACCOUNT = "123456789012"
+"""The fake cloud's account id: moto's own."""
 EC2_NAMESPACE = "http://ec2.amazonaws.com/doc/2016-11-15/"
-_STATUS = {
-    200: "200 OK",
-    400: "400 Bad Request",
-    401: "401 Unauthorized",
-    403: "403 Forbidden",
-    404: "404 Not Found",
-    500: "500 Internal Server Error",
-    503: "503 Service Unavailable",
-}
 _STATUS_OF_CODE = {
     "AuthFailure": 401,
     "AccessDenied": 403,
@@ -135,6 +127,15 @@ def listed(query: Mapping[str, Any], *names: str) -> list[Any]:
     return []
 
 
+def tags_by_kind(data: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the tags in a request or a launch template by resource type."""
+    found: dict[str, dict[str, str]] = {}
+    for one in listed(data, "TagSpecification", "TagSpecifications"):
+        tags = {tag["Key"]: tag.get("Value", "") for tag in listed(one, "Tag", "Tags")}
+        found.setdefault(one.get("ResourceType", ""), {}).update(tags)
+    return found
+
+
 def xml(value: Any, tag: str) -> str:
     """Format a value as an element; a list becomes ``item`` elements, and None is omitted.
 
@@ -197,4 +198,4 @@ def error_response(call: Call, error: ApiError) -> Response:
 def response(status: int, body: bytes, content_type: str) -> Response:
     """Assemble a response."""
     headers = [("Content-Type", content_type), ("Content-Length", str(len(body)))]
-    return _STATUS.get(status, f"{status} Status"), headers, body
+    return f"{status} {http.client.responses.get(status, 'Status')}", headers, body

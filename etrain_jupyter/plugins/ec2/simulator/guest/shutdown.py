@@ -1,34 +1,29 @@
-"""The ``shutdown`` command of a simulated instance: sends the request to the harness.
+"""The ``shutdown`` command of a simulated instance: sends the request to the simulated cloud.
 
-``python shutdown.py FOLDER INSTANCE [arguments of shutdown(8)]``
+``python shutdown.py ENDPOINT INSTANCE [arguments of shutdown(8)]``
 """
 
 from __future__ import annotations
 
+import http.client
 import json
-import os
-import socket
 import sys
-
-SOCKET = "power.sock"
 
 
 def main() -> None:
     """Send the request, print the response, and exit with its status."""
-    folder, instance, *arguments = sys.argv[1:]
-    os.chdir(folder)  # socket paths have a maximum length
-    with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(SOCKET)
-        except OSError as exc:
-            sys.exit(f"shutdown: the harness does not respond: {exc}")
-        connection.sendall(
-            json.dumps({"instance": instance, "arguments": arguments}).encode() + b"\n"
-        )
-        response = json.loads(connection.makefile().readline() or '{"text": "", "status": 0}')
-    if response["text"]:
-        print(response["text"], file=sys.stderr, flush=True)
-    sys.exit(response["status"])
+    endpoint, instance_id, *arguments = sys.argv[1:]
+    connection = http.client.HTTPConnection(endpoint.removeprefix("http://"))
+    body = json.dumps({"instance_id": instance_id, "arguments": arguments})
+    try:
+        connection.request("POST", "/_fakeaws/shut_down", body)
+        response = connection.getresponse()
+        text = json.load(response)
+    except (OSError, http.client.HTTPException) as exc:
+        sys.exit(f"shutdown: the harness does not respond: {exc}")
+    if text:
+        print(text, file=sys.stderr, flush=True)
+    sys.exit(response.status != http.HTTPStatus.OK)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,13 @@ from etrain_jupyter.plugins.ec2.client.policy import (
     trust_policy,
 )
 from etrain_jupyter.plugins.ec2.ec2_api import Clients
-from etrain_jupyter.plugins.ec2.simulator.condition_keys import SUPPORTED, is_supported, kind_of
 from etrain_jupyter.plugins.ec2.simulator.iam import (
+    SUPPORTED,
     Request,
     arn_matches,
     is_allowed,
+    is_supported,
+    kind_of,
     listed,
     statements_of,
 )

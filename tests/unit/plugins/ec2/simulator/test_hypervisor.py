@@ -68,7 +68,6 @@ def test_reset_does_not_wait_for_the_deletion_of_a_disk(tmp_path: Path, machine:
     assert not machine.is_erased.is_set()
     machine.may_erase.set()
     assert machine.is_erased.wait(60)
-    cloud.close()
 
 
 def test_disk_of_an_image_is_kept(tmp_path: Path, machine: SlowDisk) -> None:
@@ -76,7 +75,6 @@ def test_disk_of_an_image_is_kept(tmp_path: Path, machine: SlowDisk) -> None:
     machine.may_erase.set()
 
     cloud.forget()
-    cloud.close()
 
     assert not machine.is_erased.wait(0.2)
 

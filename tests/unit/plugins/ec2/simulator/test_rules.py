@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from etrain_jupyter.plugins.ec2.simulator.bill import Usage, make_bill
+from etrain_jupyter.plugins.ec2.simulator.hypervisor import parse_shutdown
 from etrain_jupyter.plugins.ec2.simulator.market import CapacityPool, Lifecycle, Market
-from etrain_jupyter.plugins.ec2.simulator.power import PowerCommand, parse_arguments
 from etrain_jupyter.plugins.ec2.simulator.wire import listed, nested, read_call
 
 POOL = CapacityPool("g5", "us-east-1a")
@@ -75,13 +75,13 @@ def test_disk_is_charged_as_long_as_it_exists() -> None:
     [("-h now", 0), ("-h +15", 15), ("-P +0", 0), ("--poweroff 3", 3), ("", 1), ("-c", None)],
 )
 def test_arguments_of_shutdown_are_parsed(words: str, minutes: int | None) -> None:
-    assert parse_arguments(words.split()) == PowerCommand(minutes=minutes)
+    assert parse_shutdown(words.split()) == minutes
 
 
 @pytest.mark.parametrize("words", ["-h soon", "-r now", "-h 23:00"])
 def test_other_arguments_of_shutdown_are_refused(words: str) -> None:
     with pytest.raises(ValueError, match=r"shutdown: unsupported option|Failed to parse time"):
-        parse_arguments(words.split())
+        parse_shutdown(words.split())
 
 
 def test_a_query_becomes_lists_in_the_order_of_their_numbers() -> None:
