@@ -13,9 +13,8 @@ from etrain_jupyter.display.tables import data_frame
 from etrain_jupyter.errors import ConfigError, EtrainError
 from etrain_jupyter.insight.figures import plot_runs
 from etrain_jupyter.insight.measures import MAX_OUTSIDE, divide
-from etrain_jupyter.insight.page import render_cell, render_page
+from etrain_jupyter.insight.page import render_cell, render_differences, render_page, render_text
 from etrain_jupyter.insight.runs import Axis, Job, Run, Task, check_axis, config_by_key, read_run
-from etrain_jupyter.insight.table import render_differences, render_text
 from etrain_jupyter.untrusted import plain_text
 
 if TYPE_CHECKING:
@@ -97,11 +96,11 @@ class Comparison:
             ConfigError: If the axis or a column is unknown, or matplotlib is not installed.
         """
         axis: Axis = check_axis(over, self.runs)
-        return plot_runs(self.labels, self.runs, self.rows, over=axis, columns=columns)
+        return plot_runs(self, axis, columns)
 
     def to_html(self) -> str:
         """Return one self-contained page without scripts: table, notes, differences and curves."""
-        return render_page(self.labels, self.runs, self.rows, self.notes, self.differences)
+        return render_page(self)
 
     def write_html(self, path: str | Path) -> Path:
         """Write the page to a file, which is replaced if it exists, and return its path.
@@ -132,7 +131,7 @@ class Comparison:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return render_cell(self.labels, self.runs, self.rows, self.notes, self.differences)
+        return render_cell(self)
 
 
 def compare_jobs(jobs: Iterable[Job]) -> Comparison:
@@ -168,11 +167,11 @@ def _row_of(run: Run) -> Row:
         "device": run.device,
         "workers": run.workers,
         "steps": run.num_steps,
-        "epochs": run.epochs,
+        "epochs": divide(run.num_samples, run.task.num_train_samples),
         "samples": run.num_samples,
         "batch": divide(run.num_samples, run.num_steps),
         "samples_per_s": run.samples_per_s,
-        "samples_per_s_overall": run.samples_per_s_overall,
+        "samples_per_s_overall": divide(run.num_samples, 3600 * run.hours),
         "steps_per_s": divide(run.num_steps, 3600 * run.step_hours),
     }
     for name, score in run.scores().items():

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from etrain_jupyter.insight.comparison import Comparison
+
 MAX_LABELS = 12
 """Maximum number of marked workers for which the markers have labels."""
 MAX_METRICS = 3
@@ -80,31 +82,20 @@ def plot_job(job: Job, over: str = "steps") -> Figure:
     return figure
 
 
-def plot_runs(
-    labels: Sequence[str],
-    runs: Sequence[Run],
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    over: Axis,
-    columns: Sequence[str] | None = None,
-) -> Figure:
+def plot_runs(compared: Comparison, over: Axis, columns: Sequence[str] | None = None) -> Figure:
     """Return a figure with the curves of several jobs in the same axes.
 
-    Args:
-        labels: Names of the jobs in the legend.
-        runs: The jobs.
-        rows: Their rows in the table.
-        over: The horizontal axis.
-        columns: Columns of ``job.history()``, one chart each; by default the loss, the evaluations
-            and the workers, followed by the throughput by number of workers.
+    The charts are those of ``columns``; by default the loss, the evaluations and the workers,
+    followed by the throughput by number of workers.
 
     Raises:
         ConfigError: If a column is unknown, or matplotlib is not installed.
     """
     make_figure = figure_class()
+    labels, runs = compared.labels, compared.runs
     shown = default_columns(runs) if columns is None else list(columns)
     check_columns(shown, runs)
-    points = scaling_points(runs, rows) if columns is None else None
+    points = scaling_points(runs, compared.rows) if columns is None else None
     num_charts = len(shown) + (points is not None)
     num_rows = -(-num_charts // 2)
     figure = make_figure(figsize=(1.5 * WIDTH_INCHES, 3 * num_rows), layout="constrained")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, get_args
 
 import numpy as np
@@ -99,6 +99,7 @@ class PricedRecord(JobRecord):
         self.config: Mapping[str, Any] = {}
         self.machines: dict[str, None] = {}
         self.costs: list[CostUpdated] = []
+        """Cost over time; empty if the pool has no prices."""
         self.gaps: list[tuple[float, float]] = []
         """Beginning of an attempt, and the seconds since the end of the previous one."""
 
@@ -127,19 +128,35 @@ class Run:
     status: str
     columns: Columns
     """Columns of ``job.history()``."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """JSON form of the job's TrainConfig."""
-    task: Task = Task()
-    device: str = ""
-    """Types of the machines or devices in the order in which they joined, joined by ``, ``."""
-    num_interruptions: int = 0
-    """Number of workers that were preempted or lost."""
-    submitted_at: float = math.nan
-    """When the job was submitted, in seconds since the epoch."""
-    gaps: tuple[tuple[float, float], ...] = ()
-    """Beginning of each resumed attempt, and the seconds since the end of the previous attempt."""
-    costs: tuple[CostUpdated, ...] = ()
-    """Cost over time; empty if the pool has no prices."""
+    record: PricedRecord
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """JSON form of the job's TrainConfig."""
+        return self.record.config
+
+    @functools.cached_property
+    def task(self) -> Task:
+        """The task, as far as the log describes it."""
+        config, plan = self.config, self.record.plan
+        return Task(
+            model=str(config.get("model") or ""),
+            data=str(group_of(config, "data").get("train") or ""),
+            loss=str(config.get("step") or config.get("loss") or ""),
+            metrics=tuple(sorted(group_of(config, "metrics"))),
+            num_parameters=plan.num_parameters if plan else 0,
+            num_train_samples=plan.num_train_samples if plan else 0,
+        )
+
+    @property
+    def device(self) -> str:
+        """Types of the machines or devices in the order in which they joined, joined by ``, ``."""
+        return ", ".join(self.record.machines)
+
+    @property
+    def num_interruptions(self) -> int:
+        """Number of workers that were preempted or lost."""
+        return self.record.num_preempted + self.record.num_lost
 
     # --- size ---
 
@@ -152,11 +169,6 @@ class Run:
     def num_samples(self) -> int:
         """Number of samples in these steps."""
         return int(sum(self.columns["samples"]))
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the training set; NaN if its size is unknown."""
-        return divide(self.num_samples, self.task.num_train_samples)
 
     # --- throughput ---
 
@@ -175,11 +187,6 @@ class Run:
         return divide(self.num_samples, float(self._busy_s.sum()))
 
     @property
-    def samples_per_s_overall(self) -> float:
-        """Samples by time from the beginning of the first step to the end of the last one."""
-        return divide(self.num_samples, 3600 * self.hours)
-
-    @property
     def step_hours(self) -> float:
         """Total duration of the steps, in hours."""
         return float(step_durations(self.columns).sum()) / 3600
@@ -193,7 +200,7 @@ class Run:
         The time between the end of an attempt and its resume does not count. Shape
         ``(num_steps,)``.
         """
-        return clock_hours(self.columns, self.gaps)
+        return clock_hours(self.columns, self.record.gaps)
 
     @property
     def hours(self) -> float:
@@ -203,12 +210,12 @@ class Run:
     @property
     def has_prices(self) -> bool:
         """True if the pool has prices."""
-        return bool(self.costs)
+        return bool(self.record.costs)
 
     @property
     def cost(self) -> CostUpdated | None:
         """Newest cost; None if the pool has no prices."""
-        return self.costs[-1] if self.costs else None
+        return self.record.costs[-1] if self.record.costs else None
 
     # --- curves ---
 
@@ -229,12 +236,12 @@ class Run:
                 return self._usd_by_step()
 
     def _usd_by_step(self) -> Floats:
-        if not self.costs:
+        if not self.record.costs:
             return np.full(self.num_steps, math.nan)
         # Processes with different clocks report the costs, so sort them by time.
-        known = sorted((cost.time, cost.spent_usd) for cost in self.costs)
-        if self.submitted_at < known[0][0]:
-            known.insert(0, (self.submitted_at, 0.0))
+        known = sorted((cost.time, cost.spent_usd) for cost in self.record.costs)
+        if self.record.started_at < known[0][0]:
+            known.insert(0, (self.record.started_at, 0.0))
         times, amounts = zip(*known, strict=True)
         return to_floats(np.interp(to_floats(self.columns["time"]), times, amounts))
 
@@ -272,31 +279,8 @@ class Run:
 def read_run(job: Job) -> Run:
     """Fold the log of a job."""
     record = PricedRecord().apply_all(job.events())
-    config = record.config
     return Run(
-        job_id=job.id,
-        name=job.name,
-        status=job.status,
-        columns=job.history(),
-        config=config,
-        task=_task_of(config, record),
-        device=", ".join(record.machines),
-        num_interruptions=record.num_preempted + record.num_lost,
-        submitted_at=record.started_at,
-        gaps=tuple(record.gaps),
-        costs=tuple(record.costs),
-    )
-
-
-def _task_of(config: Mapping[str, Any], record: JobRecord) -> Task:
-    plan = record.plan
-    return Task(
-        model=str(config.get("model") or ""),
-        data=str(group_of(config, "data").get("train") or ""),
-        loss=str(config.get("step") or config.get("loss") or ""),
-        metrics=tuple(sorted(group_of(config, "metrics"))),
-        num_parameters=plan.num_parameters if plan else 0,
-        num_train_samples=plan.num_train_samples if plan else 0,
+        job_id=job.id, name=job.name, status=job.status, columns=job.history(), record=record
     )
 
 

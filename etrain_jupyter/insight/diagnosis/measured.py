@@ -10,8 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from etrain_jupyter.errors import ConfigError
-from etrain_jupyter.insight.diagnosis.rules import MIN_STEPS, Round
-from etrain_jupyter.insight.diagnosis.step_parts import StepParts
+from etrain_jupyter.insight.diagnosis.rules import MIN_STEPS, Round, StepParts
 from etrain_jupyter.insight.measures import Columns, to_floats
 from etrain_jupyter.insight.runs import Job, PricedRecord
 from etrain_jupyter.log.events import (

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from etrain_jupyter.config.fields import Interval
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.insight.diagnosis.rules import Finding
-from etrain_jupyter.insight.diagnosis.step_parts import (
+from etrain_jupyter.insight.diagnosis.rules import (
+    Finding,
     StepParts,
     saved_s,
     split_stragglers,
@@ -52,8 +51,10 @@ class Facts:
 
     config: TrainConfig
     workers: Sequence[StepParts]
+    """The mean parts of a step by worker."""
     fixed_s: float | None
-    running_job: str
+    """Part of the passes that does not depend on the number of samples, if measured."""
+    running_job: str = ""
     """Id of the job if it can be changed while it runs; otherwise empty."""
     steps_between_saves: float = math.nan
     """Mean number of steps from one checkpoint to the next one; NaN if unknown."""
@@ -68,38 +69,9 @@ class Facts:
         return step_s(self.workers)
 
 
-def remedy_of(
-    finding: Finding,
-    *,
-    config: Mapping[str, Any],
-    workers: Sequence[StepParts],
-    fixed_s: float | None,
-    running_job: str = "",
-    steps_between_saves: float = math.nan,
-    cores: float = math.inf,
-    gradient_bytes: float | None = None,
-) -> Remedy | None:
-    """Return the remedy for a cause; None if the configuration is of another version.
-
-    Args:
-        finding: The cause.
-        config: JSON form of the job's TrainConfig.
-        workers: The mean parts of a step by worker.
-        fixed_s: Part of the passes that does not depend on the number of samples, if measured.
-        running_job: Id of the job if it is running.
-        steps_between_saves: Mean number of steps from one checkpoint to the next one, if known.
-        cores: Cores that all workers share, also additional ones; infinite if each has its own.
-        gradient_bytes: Bytes of one worker's gradients as they are sent, if known.
-    """
-    try:
-        parsed = TrainConfig.model_validate(config)
-    except ValidationError:
-        return None
-    facts = Facts(
-        config=parsed, workers=workers, fixed_s=fixed_s, running_job=running_job,
-        steps_between_saves=steps_between_saves, cores=cores, gradient_bytes=gradient_bytes,
-    )  # fmt: skip
-    saved = saved_s(workers, fixed_s=fixed_s)[finding.cause]
+def remedy_of(finding: Finding, facts: Facts) -> Remedy:
+    """Return the remedy for a cause."""
+    saved = saved_s(facts.workers, fixed_s=facts.fixed_s)[finding.cause]
     match finding.cause:
         case "input":
             return _load_in_parallel(facts, saved)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
+from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.display.numbers import MISSING, counted, seconds
 from etrain_jupyter.display.tables import align_columns, data_frame, html_list, html_of, html_table
 from etrain_jupyter.insight.diagnosis.measured import Measured, read_step_times
-from etrain_jupyter.insight.diagnosis.remedies import Remedy, remedy_of
+from etrain_jupyter.insight.diagnosis.remedies import Facts, Remedy, remedy_of
 from etrain_jupyter.insight.diagnosis.rules import (
     NOTED_FROM,
+    Cause,
     Finding,
+    StepParts,
     Verdict,
+    core_wait_of,
     doubt_exchange,
     judge,
 )
-from etrain_jupyter.insight.diagnosis.step_parts import Cause, StepParts, core_wait_of
 from etrain_jupyter.insight.runs import Job
 from etrain_jupyter.untrusted import plain_line, plain_text
 
@@ -223,11 +229,12 @@ def diagnose_job(job: Job, *, is_running: bool = False, cores: float = math.inf)
         fixed_s=measured.fixed_s,
     )
     verdict = doubt_exchange(verdict, measured.workers, writing_s=measured.saves.writing_s)
-    remedy = None
-    if verdict.main is not None:
-        remedy = remedy_of(
-            verdict.main,
-            config=measured.config,
+    config = remedy = None
+    with contextlib.suppress(ValidationError):  # a configuration of another version
+        config = TrainConfig.model_validate(measured.config)
+    if verdict.main is not None and config is not None:
+        facts = Facts(
+            config=config,
             workers=measured.workers,
             fixed_s=measured.fixed_s,
             running_job=job.id if is_running else "",
@@ -235,6 +242,7 @@ def diagnose_job(job: Job, *, is_running: bool = False, cores: float = math.inf)
             cores=cores if measured.share_cores else math.inf,
             gradient_bytes=measured.gradient_bytes,
         )
+        remedy = remedy_of(verdict.main, facts)
     return Diagnosis(job.id, measured, verdict, remedy)
 
 

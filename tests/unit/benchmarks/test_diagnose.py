@@ -7,7 +7,7 @@ import pytest
 from benchmarks.advice.diagnose import error_of, limited, row_of
 from benchmarks.advice.diagnosed_jobs import BODY, JOBS
 from etrain_jupyter.config.schema import TrainConfig
-from etrain_jupyter.insight.diagnosis.step_parts import CAUSES
+from etrain_jupyter.insight.diagnosis.rules import CAUSES
 
 
 def test_error_compares_the_throughputs_and_not_the_gains() -> None:

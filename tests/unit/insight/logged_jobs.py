@@ -41,6 +41,15 @@ class LoggedJob:
         latest.add(self.log)
         return latest.columns()
 
+    def add(self, *events: t.Event) -> None:
+        """Append events, with consecutive sequence numbers."""
+        first = len(self.log) + 1
+        self.log.extend([event.with_seq(seq) for seq, event in enumerate(events, first)])
+
+    def add_steps(self, **values: Any) -> None:
+        """Append a block of steps, see ``steps_of``."""
+        self.log.add_block(steps_of(self.id, len(self.log) + 1, **values))
+
 
 def steps_of(
     job_id: str,
@@ -111,7 +120,8 @@ def logged_job(
     """Return a job whose steps all take ``batch / samples_per_s`` seconds."""
     job_id = job_id or f"{name}-00000000"
     common: dict[str, Any] = {"job_id": job_id, "time": START - 60}
-    beginning = [
+    job = LoggedJob(job_id, name)
+    job.add(
         t.JobSubmitted(
             **common, name=name, min_workers=1, max_workers=workers,
             config={**CONFIG, **(config or {})},
@@ -123,24 +133,17 @@ def logged_job(
             total_steps=num_steps, num_parameters=1000, num_trained_parameters=1000,
             total_samples=num_steps * batch,
         ),
-    ]  # fmt: skip
-    job = LoggedJob(job_id, name)
-    job.log.extend([event.with_seq(seq) for seq, event in enumerate(beginning, 1)])
+    )  # fmt: skip
     if num_steps:
-        step_s = batch / samples_per_s
-        seq = len(beginning) + 1
-        job.log.add_block(
-            steps_of(
-                job_id, seq, num_steps=num_steps, batch=batch, workers=workers, step_s=step_s,
-                between_s=between_s, phases=phases, lr=lr,
-            )
+        job.add_steps(
+            num_steps=num_steps, batch=batch, workers=workers, step_s=batch / samples_per_s,
+            between_s=between_s, phases=phases, lr=lr,
         )  # fmt: skip
     elapsed_s = num_steps * batch / samples_per_s + max(0, num_steps - 1) * between_s
     common = {"job_id": job_id, "time": START + elapsed_s}
-    ending: list[t.Event] = []
     if scores:
         loss, metrics = scores.get("loss", 0.5), {k: v for k, v in scores.items() if k != "loss"}
-        ending.append(
+        job.add(
             t.EvalCompleted(
                 **common, step=num_steps, epoch=0, samples=10, loss=loss, duration_s=1.0,
                 metrics=metrics,
@@ -148,10 +151,8 @@ def logged_job(
         )  # fmt: skip
     if usd_per_worker_h is not None:
         on_demand = on_demand_usd_per_worker_h or usd_per_worker_h
-        ending += costs_of(job_id, workers, elapsed_s, usd_per_worker_h, on_demand)
-    ending.append(t.JobStatusChanged(**common, status="finished"))
-    first = len(job.log) + 1
-    job.log.extend([event.with_seq(seq) for seq, event in enumerate(ending, first)])
+        job.add(*costs_of(job_id, workers, elapsed_s, usd_per_worker_h, on_demand))
+    job.add(t.JobStatusChanged(**common, status="finished"))
     return job
 
 

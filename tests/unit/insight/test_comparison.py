@@ -18,17 +18,7 @@ from etrain_jupyter.insight.curves import MAX_POINTS, curves_of
 from etrain_jupyter.insight.measures import clock_hours
 from etrain_jupyter.insight.runs import read_run
 from etrain_jupyter.log import events as t
-from tests.unit.insight.logged_jobs import START, LoggedJob, logged_job, steps_of
-
-
-def joined(job: LoggedJob, *parts: Any) -> LoggedJob:
-    """Append blocks and events to the log of a job, with consecutive sequence numbers."""
-    for part in parts:
-        if isinstance(part, t.Event):
-            job.log.extend([part.with_seq(len(job.log) + 1)])
-        else:
-            job.log.add_block(part(len(job.log) + 1))
-    return job
+from tests.unit.insight.logged_jobs import START, LoggedJob, logged_job
 
 
 def row_of(job: LoggedJob) -> dict[str, Any]:
@@ -53,14 +43,8 @@ def test_throughput_excludes_loading_and_time_between_steps() -> None:
 
 def test_workers_are_weighted_by_the_time_of_their_steps() -> None:
     job = logged_job("a", num_steps=0)
-    joined(
-        job,
-        lambda seq: steps_of(job.id, seq, num_steps=1, batch=8, workers=1, step_s=3.0),
-        lambda seq: steps_of(
-            job.id, seq, num_steps=1, batch=8, workers=4, step_s=1.0, first_step=2,
-            began_at=START + 3,
-        ),
-    )  # fmt: skip
+    job.add_steps(num_steps=1, batch=8, workers=1, step_s=3.0)
+    job.add_steps(num_steps=1, batch=8, workers=4, step_s=1.0, first_step=2, began_at=START + 3)
 
     assert row_of(job)["workers"] == 1.75
 
@@ -68,17 +52,14 @@ def test_workers_are_weighted_by_the_time_of_their_steps() -> None:
 def test_time_between_an_end_and_a_resume_does_not_count() -> None:
     job = logged_job("a", num_steps=4)  # 4 steps of 0.5 s
     resumed_at = START + 86_400
-    joined(
-        job,
+    job.add(
         t.JobResumed(
             job_id=job.id, time=resumed_at, from_status="stopped", step=4, min_workers=1,
             max_workers=1,
-        ),
-        lambda seq: steps_of(
-            job.id, seq, num_steps=2, batch=50, workers=1, step_s=0.5, first_step=5,
-            began_at=resumed_at + 3,
-        ),
+        )
     )  # fmt: skip
+    later = {"first_step": 5, "began_at": resumed_at + 3}
+    job.add_steps(num_steps=2, batch=50, workers=1, step_s=0.5, **later)
 
     run = read_run(job)
 
@@ -95,14 +76,8 @@ def test_no_time_passes_where_a_clock_was_set_back() -> None:
 
 def test_steps_that_were_undone_and_repeated_count_once() -> None:
     job = logged_job("a", num_steps=4)
-    joined(
-        job,
-        t.JobRestored(job_id=job.id, time=START + 3, step=2, num_undone=2),
-        lambda seq: steps_of(
-            job.id, seq, num_steps=2, batch=50, workers=1, step_s=0.5, first_step=3,
-            began_at=START + 3,
-        ),
-    )  # fmt: skip
+    job.add(t.JobRestored(job_id=job.id, time=START + 3, step=2, num_undone=2))
+    job.add_steps(num_steps=2, batch=50, workers=1, step_s=0.5, first_step=3, began_at=START + 3)
 
     row = row_of(job)
 
@@ -132,7 +107,7 @@ def test_direction_of_a_metric_comes_from_the_cell(config: dict[str, Any], best:
     job = logged_job("a", num_steps=3, config=config)
     common: dict[str, Any] = {"job_id": job.id, "time": START, "samples": 1, "duration_s": 0.1}
     scored = [(1, 0.9), (2, 0.4), (3, 0.7)]
-    joined(job, *(t.EvalScored(**common, step=n, scores={"score": v}) for n, v in scored))
+    job.add(*(t.EvalScored(**common, step=n, scores={"score": v}) for n, v in scored))
 
     row = row_of(job)
 
@@ -142,7 +117,7 @@ def test_direction_of_a_metric_comes_from_the_cell(config: dict[str, Any], best:
 def test_metric_that_contains_loss_is_minimized() -> None:
     job = logged_job("a", num_steps=2, scores={"loss": 0.5, "perplexity": 3.0})
     values = {"samples": 1, "duration_s": 0.1, "step": 1, "epoch": 0, "time": START}
-    joined(job, t.EvalCompleted(job_id=job.id, loss=0.1, metrics={"perplexity": 2.0}, **values))
+    job.add(t.EvalCompleted(job_id=job.id, loss=0.1, metrics={"perplexity": 2.0}, **values))
 
     assert (row_of(job)["best_loss"], row_of(job)["best_perplexity"]) == (0.1, 2.0)
 
@@ -444,12 +419,9 @@ def test_reduced_curve_stays_within_the_values_and_in_order(losses: list[float])
 def test_curve_of_workers_keeps_every_change() -> None:
     job = logged_job("a", num_steps=0)
     for number, workers in enumerate((1, 3, 2)):
-        joined(
-            job,
-            lambda seq, number=number, workers=workers: steps_of(
-                job.id, seq, num_steps=1000, batch=1, workers=workers, step_s=1.0,
-                first_step=1 + 1000 * number, began_at=START + 1000 * number,
-            ),
+        job.add_steps(
+            num_steps=1000, batch=1, workers=workers, step_s=1.0,
+            first_step=1 + 1000 * number, began_at=START + 1000 * number,
         )  # fmt: skip
 
     [curve] = curves_of(["a"], [read_run(job)], "world_size", "steps")

@@ -26,12 +26,12 @@ from etrain_jupyter.config.schema import BatchConfig
 from etrain_jupyter.insight.comparison import compare_jobs
 from etrain_jupyter.insight.curves import curves_of
 from etrain_jupyter.log import events as t
-from etrain_jupyter.plugins.planner.planning.line import PlanOptions, plan_job
+from etrain_jupyter.plugins.planner.planning.line import plan_job
 from etrain_jupyter.plugins.planner.planning.measured import read_measured
 from etrain_jupyter.plugins.planner.planning.offers import MachineOffer, Market
 from etrain_jupyter.plugins.planner.planning.options import Option, estimates_of, options_of
 from etrain_jupyter.rules.learning_rate import LrSchedule
-from tests.unit.insight.logged_jobs import CONFIG, START, LoggedJob, logged_job, steps_of
+from tests.unit.insight.logged_jobs import CONFIG, START, LoggedJob, logged_job
 
 Row = dict[str, Any]
 Rows = dict[str, Row]
@@ -81,7 +81,7 @@ def job_at(
     common: dict[str, Any] = {"job_id": "net-00000000", "time": START - 60}
     most = max(workers for workers, _ in rates)
     job = LoggedJob("net-00000000", "net")
-    beginning: list[t.Event] = [
+    job.add(
         t.JobSubmitted(**common, name="net", min_workers=1, max_workers=most, config=CONFIG),
         *(t.WorkerJoined(**common, worker=f"w{n}", device="cuda", machine=V100, lifecycle="spot",
                          usd_per_h=0.918) for n in range(most)),
@@ -90,22 +90,19 @@ def job_at(
             steps_per_epoch=samples // batch, total_steps=samples // batch,
             num_parameters=11_700_000, total_samples=samples, num_trained_parameters=11_700_000,
         ),
-    ]  # fmt: skip
-    job.log.extend([event.with_seq(seq) for seq, event in enumerate(beginning, 1)])
+    )  # fmt: skip
     now = START
     for generation, (workers, rate) in enumerate(rates, 1):
-        formed = t.GenerationFormed(
-            job_id=job.id, time=now, generation=generation, why="start", world_size=workers,
-            ranks=[f"w{number}" for number in range(workers)], step=0, backend="gloo",
-        )  # fmt: skip
-        job.log.extend([formed.with_seq(len(job.log) + 1)])
-        phases = {"generation": generation, "compute_s": batch / rate}
-        job.log.add_block(
-            steps_of(
-                job.id, len(job.log) + 1, num_steps=num_steps, batch=batch, workers=workers,
-                step_s=batch / rate, between_s=between_s, phases=phases,
-                first_step=num_steps * generation, began_at=now,
+        job.add(
+            t.GenerationFormed(
+                job_id=job.id, time=now, generation=generation, why="start", world_size=workers,
+                ranks=[f"w{number}" for number in range(workers)], step=0, backend="gloo",
             )
+        )  # fmt: skip
+        phases = {"generation": generation, "compute_s": batch / rate}
+        job.add_steps(
+            num_steps=num_steps, batch=batch, workers=workers, step_s=batch / rate,
+            between_s=between_s, phases=phases, first_step=num_steps * generation, began_at=now,
         )  # fmt: skip
         now += num_steps * (batch / rate + between_s)
     return job
@@ -411,7 +408,7 @@ def test_tools_explain_the_entry_that_contradicts_itself(instance: str) -> None:
         [(64, 4096 * steps_per_s)], samples=PRETRAINING_STEPS * 4096, batch=4096,
         num_steps=PRETRAINING_STEPS, between_s=between_s,
     )  # fmt: skip
-    plan = plan_job(job, PlanOptions(types=(V100,)), pool="local", cores=2)
+    plan = plan_job(job, types=(V100,), pool="local", cores=2)
 
     # The entry is possible only if the job idles between its steps; both tools report by how much.
     [row] = comparison.rows
@@ -429,7 +426,7 @@ def test_tools_explain_the_entry_that_contradicts_itself(instance: str) -> None:
 def test_tools_do_not_note_a_consistent_entry() -> None:
     [note] = compare_jobs([pretraining("p3dn", 1.72)]).notes
     job = job_at([(64, 4096 * 1.72)], samples=PRETRAINING_STEPS * 4096, batch=4096)
-    plan = plan_job(job, PlanOptions(types=(V100,)), pool="local", cores=2)
+    plan = plan_job(job, types=(V100,), pool="local", cores=2)
 
     assert "only job" in note
     assert not any(one.startswith("The steps take") for one in plan.notes)

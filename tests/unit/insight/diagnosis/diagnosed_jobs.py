@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from etrain_jupyter.insight.diagnosis.step_parts import StepParts
+from etrain_jupyter.insight.diagnosis.rules import StepParts
 from etrain_jupyter.log import events as t
-from tests.unit.insight.logged_jobs import CONFIG, START, LoggedJob, logged_job
+from tests.unit.insight.logged_jobs import START, LoggedJob, logged_job
 from tests.unit.log.spent import NOTHING_ELSE
 
 PARTS = ("data_s", "compute_s", "communication_s", "optimizer_s")
@@ -25,15 +26,10 @@ def parts(worker: str = "w0", **seconds: float | None) -> StepParts:
 def lockstep(*workers: StepParts, transfer_s: float = 0.0) -> list[StepParts]:
     """Return the workers with the waits of a step that begins and ends on all of them together."""
     longest = max(one.own_s for one in workers)
+    waits = [(one, longest - one.own_s) for one in workers]
     return [
-        StepParts(
-            **{
-                **vars(one),
-                "communication_s": longest - one.own_s + transfer_s,
-                "wait_s": longest - one.own_s,
-            }
-        )
-        for one in workers
+        dataclasses.replace(one, communication_s=wait_s + transfer_s, wait_s=wait_s)
+        for one, wait_s in waits
     ]
 
 
@@ -54,25 +50,17 @@ def job_with_times(
         config={"batch": {"global": 64}, **(config or {})},
     )  # fmt: skip
     job.status = status
-    found: list[t.Event] = []
     for number in range(1, num_reports + 1):
         for rank, (worker, parts_of_step) in enumerate(times.items()):
             if number == 1:
-                found.append(joined(job, worker, rank))
-            found.append(
+                job.add(joined(job, worker, rank))
+            job.add(
                 timed(
                     job, worker, rank, parts_of_step, num_steps=steps_per_report,
                     step=number * steps_per_report, world_size=len(times), generation=generation,
                 )
             )  # fmt: skip
-    append(job, found)
     return job
-
-
-def append(job: LoggedJob, events: Sequence[t.Event]) -> None:
-    """Append events to the log of a job."""
-    first = len(job.log) + 1
-    job.log.extend([event.with_seq(seq) for seq, event in enumerate(events, first)])
 
 
 def joined(job: LoggedJob, worker: str, rank: int) -> t.WorkerJoined:
@@ -105,6 +93,3 @@ def timed(
         job_id=job.id, time=START + step, generation=generation, worker=worker, rank=rank,
         world_size=world_size, step=step, num_steps=num_steps, samples=num_steps, **spent,
     )  # fmt: skip
-
-
-__all__ = ["CONFIG", "append", "job_with_times", "joined", "lockstep", "parts", "timed"]

@@ -15,21 +15,18 @@ from hypothesis import strategies as st
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.diagnosis.measured import fixed_time, read_step_times
-from etrain_jupyter.insight.diagnosis.remedies import Remedy, remedy_of
+from etrain_jupyter.insight.diagnosis.remedies import Facts, Remedy, remedy_of
 from etrain_jupyter.insight.diagnosis.report import Diagnosis, diagnose_job
-from etrain_jupyter.insight.diagnosis.rules import Finding
-from etrain_jupyter.insight.diagnosis.step_parts import CAUSES, Cause, StepParts
+from etrain_jupyter.insight.diagnosis.rules import CAUSES, Cause, Finding, StepParts
 from etrain_jupyter.log import events as t
 from tests.unit.insight.diagnosis.diagnosed_jobs import (
-    CONFIG,
-    append,
     job_with_times,
     joined,
     lockstep,
     parts,
     timed,
 )
-from tests.unit.insight.logged_jobs import logged_job
+from tests.unit.insight.logged_jobs import CONFIG, logged_job
 
 SLOW_DATA = {"data_s": 0.03, "compute_s": 0.01}
 INPUT = {"w0": SLOW_DATA, "w1": SLOW_DATA}
@@ -64,10 +61,7 @@ def test_parts_are_means_over_the_steps_of_each_worker() -> None:
 def test_first_report_of_a_generation_is_left_out_if_the_others_are_enough() -> None:
     job = job_with_times({"w0": {"compute_s": 9.0}}, num_reports=1, steps_per_report=5)
     for number in (1, 2):
-        append(
-            job,
-            [timed(job, "w0", 0, SLOW_DATA, num_steps=20, step=5 + 20 * number, world_size=1)],
-        )
+        job.add(timed(job, "w0", 0, SLOW_DATA, num_steps=20, step=5 + 20 * number, world_size=1))
 
     measured = read_step_times(job)
 
@@ -77,16 +71,13 @@ def test_first_report_of_a_generation_is_left_out_if_the_others_are_enough() -> 
 
 def test_checkpoints_of_the_steps_give_their_interval_and_their_slowdown() -> None:
     job = job_with_times({"w0": {"compute_s": 0.01}}, num_reports=1, steps_per_report=100)
-    append(
-        job,
-        [
+    for step in (20, 40, 60, 80, 100, 120):
+        job.add(
             t.CheckpointCommitted(
                 job_id=job.id, time=step, step=step, manifest="", size_bytes=1, stall_s=0.001,
                 duration_s=0.2, slowed_s=0.05,
             )
-            for step in (20, 40, 60, 80, 100, 120)
-        ],
-    )  # fmt: skip
+        )  # fmt: skip
 
     measured = read_step_times(job)
 
@@ -105,17 +96,12 @@ def test_log_without_checkpoints_has_no_slowdown() -> None:
 
 def test_newest_generation_with_enough_steps_is_diagnosed() -> None:
     job = job_with_times(INPUT)
-    append(
-        job,
-        [
-            joined(job, "w2", 0),
-            *(
-                timed(job, "w2", 0, {"compute_s": 0.5}, num_steps=count, step=300,
-                      world_size=1, generation=generation)
-                for generation, count in ((2, 30), (3, 4))
-            ),
-        ],
-    )  # fmt: skip
+    job.add(joined(job, "w2", 0))
+    for generation, count in ((2, 30), (3, 4)):
+        job.add(
+            timed(job, "w2", 0, {"compute_s": 0.5}, num_steps=count, step=300,
+                  world_size=1, generation=generation)
+        )  # fmt: skip
 
     measured = read_step_times(job)
 
@@ -125,15 +111,8 @@ def test_newest_generation_with_enough_steps_is_diagnosed() -> None:
 
 def test_report_without_steps_does_not_count() -> None:
     job = job_with_times(INPUT)
-    append(
-        job,
-        [
-            dataclasses.replace(
-                timed(job, "w0", 0, {}, num_steps=1, step=200, world_size=1, generation=9),
-                num_steps=0,
-            )
-        ],
-    )
+    report = timed(job, "w0", 0, {}, num_steps=1, step=200, world_size=1, generation=9)
+    job.add(dataclasses.replace(report, num_steps=0))
 
     assert read_step_times(job).generation == 1
 
@@ -186,15 +165,8 @@ def test_fixed_time_is_unknown_with_steps_of_one_size_or_few_smaller_ones() -> N
 
 def remedy(cause: Cause, workers: list[StepParts], **more: Any) -> Remedy:
     config = TrainConfig.model_validate({**CONFIG, **more.pop("config", {})})
-    found = remedy_of(
-        Finding(cause=cause, share=0.5),
-        config=config.model_dump(mode="json"),
-        workers=workers,
-        fixed_s=more.pop("fixed_s", None),
-        **more,
-    )
-    assert found is not None
-    return found
+    facts = Facts(config=config, workers=workers, fixed_s=more.pop("fixed_s", None), **more)
+    return remedy_of(Finding(cause=cause, share=0.5), facts)
 
 
 def test_loaders_are_as_many_as_hide_the_loading() -> None:
@@ -362,7 +334,7 @@ def test_workers_share_cores_in_the_slots_of_this_machine(
 ) -> None:
     job = job_with_times({"w0": {"compute_s": 0.01}})
     slot = {"address": "tls://127.0.0.1:40000", "device": "cpu", "machine": "", **joined_with}
-    append(job, [t.WorkerJoined(job_id=job.id, time=job.log[0].time, worker="w0", **slot)])
+    job.add(t.WorkerJoined(job_id=job.id, time=job.log[0].time, worker="w0", **slot))
 
     assert read_step_times(job).share_cores == share
 
