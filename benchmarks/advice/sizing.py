@@ -19,8 +19,7 @@ from benchmarks.advice.policies import HOUR_S, TRACES
 from benchmarks.common import report
 from etrain_jupyter.plugins.planner.simulation.job import Outcome, SimulatedJob
 from etrain_jupyter.plugins.planner.simulation.policies import PolicyResult, simulate_sizes
-from etrain_jupyter.plugins.planner.simulation.sizing import SIZINGS
-from etrain_jupyter.plugins.planner.simulation.speeds import ring_rates
+from etrain_jupyter.plugins.planner.simulation.sizing import SIZINGS, ring_rates
 from etrain_jupyter.plugins.planner.simulation.trace_files import read_trace
 
 FILES = {"p3": "bamboo/p3-trace.csv", "g4dn": "bamboo/g4dn-trace.csv"}

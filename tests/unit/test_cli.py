@@ -12,8 +12,7 @@ from etrain_jupyter.log.exhibits import digest_of, write_exhibit
 from etrain_jupyter.notebook.commands.subcommands import subcommands
 from etrain_jupyter.notebook.job.run_store import RunStore
 from tests.unit.log.spent import PLAIN_STEP
-from tests.unit.plugins.planner.planning.measured_jobs import measured_job
-from tests.unit.plugins.planner.planning.models import CPU
+from tests.unit.plugins.planner.planning.measured_jobs import CPU, measured_job
 
 
 @pytest.fixture(autouse=True)

@@ -15,5 +15,5 @@ PLUGIN = Plugin(
         Command(run=f"{_HERE}.commands:simulate", after="template"),
     ),
     words=f"{_HERE}.commands:WORDS",
-    public={"plan": f"{_HERE}.planning.of_job:plan"},
+    public={"plan": f"{_HERE}.planning.line:plan"},
 )

@@ -8,10 +8,10 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.notebook.commands.arguments import Number, Seconds, Spelling, StoreCount
 from etrain_jupyter.notebook.commands.subcommands import CellSurface, Surface
 from etrain_jupyter.plugins.ec2.type_table import MACHINE_TYPES
+from etrain_jupyter.plugins.planner.planning.line import plan as make_plan
 from etrain_jupyter.plugins.planner.planning.line import types_of
-from etrain_jupyter.plugins.planner.planning.of_job import plan as make_plan
+from etrain_jupyter.plugins.planner.planning.plan import TrainingPlan
 from etrain_jupyter.plugins.planner.simulation.line import (
-    SimulateOptions,
     efficiencies_of,
     gaps_of,
     policies_of,
@@ -53,13 +53,8 @@ def plan(
     Example:
         plan digits --deadline 2h --budget 20
     """
-    made = make_plan(
-        job,
-        **_plan_values(
-            deadline=deadline, budget=budget, types=types, workers=workers, pool=pool, trace=trace
-        ),
-        store=surface.store,
-    )
+    values = {"types": types, "workers": workers, "pool": pool, "trace": trace}
+    made = _make_plan(job, deadline=deadline, budget=budget, **values, store=surface.store)
     return surface.show_result(made)
 
 
@@ -72,19 +67,14 @@ def plan_cell(surface: CellSurface, line: str, body: str, **values: Any) -> str:
             hint=f"type %etrain plan {named} for the job, or leave out its name for the cell",
         )
     job = surface.profile(line, body)
-    return surface.show_result(make_plan(job, **_plan_values(**values), is_profile=True))
+    return surface.show_result(_make_plan(job, **values, is_profile=True))
 
 
-def _plan_values(
-    *,
-    deadline: float | None,
-    budget: float | None,
-    types: str | None,
-    **others: Any,
-) -> dict[str, Any]:
-    """Return the arguments of ``plan_job`` for the values of a line."""
+def _make_plan(
+    job: Any, *, deadline: float | None, budget: float | None, types: str | None, **others: Any
+) -> TrainingPlan:
     deadline_h = None if deadline is None else deadline / 3600
-    return {"deadline_h": deadline_h, "budget_usd": budget, "types": types_of(types), **others}
+    return make_plan(job, deadline_h=deadline_h, budget_usd=budget, types=types_of(types), **others)
 
 
 def simulate(
@@ -142,7 +132,8 @@ def simulate(
             "simulate needs a recorded spot market",
             hint="%etrain simulate --trace FILE; docs: how-to/simulate-a-policy",
         )
-    options = SimulateOptions(
+    return simulate_text(
+        json_path=json,
         trace=trace,
         workers=workers,
         work_s=work,
@@ -162,4 +153,3 @@ def simulate(
         starts=starts,
         seed=seed or 0,
     )
-    return simulate_text(options, json_path=json)

@@ -8,8 +8,7 @@ from benchmarks.advice import plan
 from etrain_jupyter.plugins.planner.planning.measured import read_measured
 from etrain_jupyter.process.processes import num_usable_cores
 from etrain_jupyter.rules.sizing.step_time import Placement, StepPoint
-from tests.unit.plugins.planner.planning.measured_jobs import measured_job
-from tests.unit.plugins.planner.planning.models import model_of
+from tests.unit.plugins.planner.planning.measured_jobs import measured_job, model_of
 
 
 def test_errors_are_those_of_the_points_that_are_not_fitted() -> None:

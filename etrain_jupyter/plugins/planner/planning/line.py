@@ -1,14 +1,18 @@
-"""Carry out ``%etrain plan``: options of the line, prices, and the plan."""
+"""Plan a job: ``etrain_jupyter.plan`` and ``%etrain plan``."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 from etrain_jupyter.display.numbers import duration
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.measures import MAX_OUTSIDE
 from etrain_jupyter.insight.runs import Job
+from etrain_jupyter.notebook.job.open_jobs import find_or_latest
+from etrain_jupyter.notebook.job.run_store import RunStore
+from etrain_jupyter.notebook.job.training_job import TrainingJob
 from etrain_jupyter.plugins.planner.planning.advice import Goal, advise
 from etrain_jupyter.plugins.planner.planning.measured import MeasuredJob, read_measured
 from etrain_jupyter.plugins.planner.planning.offers import Market, market_of
@@ -21,6 +25,7 @@ from etrain_jupyter.plugins.planner.planning.options import (
 )
 from etrain_jupyter.plugins.planner.planning.plan import TrainingPlan
 from etrain_jupyter.plugins.planner.simulation.trace_files import read_trace
+from etrain_jupyter.process.processes import num_usable_cores
 
 MAX_WORKERS = 1000
 MORE_WORKERS = 10
@@ -29,45 +34,79 @@ USUAL_WORKERS = 16
 """Largest number of workers to consider if neither the pool nor the line has a limit."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Options of the line; None where the job or a default decides."""
-
-    deadline_h: float | None = None
-    budget_usd: float | None = None
-    types: tuple[str, ...] = ()
-    workers: int | None = None
-    pool: str | None = None
-    trace: str | None = None
-    is_profile: bool = False
-    """True if the job is the profile of a cell: plan the whole job, not the rest of it."""
-
-
 def types_of(text: str | None) -> tuple[str, ...]:
     """Return the machine types in a comma-separated list."""
     return tuple(dict.fromkeys(word.strip() for word in (text or "").split(",") if word.strip()))
 
 
-def plan_job(job: Job, options: PlanOptions, *, pool: str, cores: float) -> TrainingPlan:
-    """Plan a job from its log.
+def plan(
+    job: TrainingJob | str | None = None,
+    *,
+    deadline_h: float | None = None,
+    budget_usd: float | None = None,
+    types: Iterable[str] = (),
+    workers: int | None = None,
+    pool: str | None = None,
+    trace: str | None = None,
+    is_profile: bool = False,
+    store: RunStore | None = None,
+) -> TrainingPlan:
+    """Predict time and cost of a job on other numbers and types of workers, and recommend one.
 
     Args:
-        job: The job.
-        options: Options of the line.
-        pool: Pool of the job, if the line names none.
-        cores: Cores of this machine.
+        job: A job, or its name, id or prefix of its id; by default the most recently used one.
+        deadline_h: Hours until the job must have finished.
+        budget_usd: Most that the job may cost, in US dollars.
+        types: Machine types; by default those of the pool.
+        workers: Maximum number of workers; by default the pool's ``workers.max``, or 16.
+        pool: Pool in ``pools.yaml`` whose types, prices and limits apply; by default the job's.
+        trace: File of a recorded spot market, on which to simulate the spot options as well.
+        is_profile: True if the job is the profile of a cell, so that the plan is for all samples.
+        store: The run store; by default that of the working folder.
+
+    Returns:
+        A plan that a notebook displays as HTML. It has ``options``, ``recommended``, ``advice``,
+        ``to_frame()`` and ``plot()``; ``str`` returns the text.
 
     Raises:
-        ConfigError: If the job has no steps, or an option is invalid.
+        ConfigError: If the job has no steps, or a value is out of range.
+        JobNotFoundError: If no job matches; the message has the closest names.
         PoolError: If the pool does not exist, or has no prices.
         TraceError: If the trace cannot be read.
     """
-    _check(options)
+    found = find_or_latest(job, store, "plan('digits-1a2b3c4d', deadline_h=2)")
+    return plan_job(
+        found,
+        pool=pool or found.record.pool,
+        cores=num_usable_cores(),
+        deadline_h=deadline_h,
+        budget_usd=budget_usd,
+        types=types_of(types) if isinstance(types, str) else types,
+        workers=workers,
+        trace=trace,
+        is_profile=is_profile,
+    )
+
+
+def plan_job(
+    job: Job,
+    *,
+    pool: str,
+    cores: float,
+    deadline_h: float | None = None,
+    budget_usd: float | None = None,
+    types: Iterable[str] = (),
+    workers: int | None = None,
+    trace: str | None = None,
+    is_profile: bool = False,
+) -> TrainingPlan:
+    """Plan a job from its log; ``cores`` are those of this machine, and the rest as in ``plan``."""
+    _check(deadline_h=deadline_h, budget_usd=budget_usd, workers=workers)
     measured = read_measured(job)
-    if options.is_profile:
+    if is_profile:
         measured = replace(measured, samples_left=measured.total_samples)
-    market = market_of(measured, options.pool or pool, options.types)
-    trace = read_trace(options.trace, gaps="error") if options.trace else None
+    market = market_of(measured, pool, tuple(types))
+    market_trace = read_trace(trace, gaps="error") if trace else None
     estimates, skipped = estimates_of(measured, market, cores=cores)
     if not estimates:
         raise ConfigError(
@@ -76,26 +115,26 @@ def plan_job(job: Job, options: PlanOptions, *, pool: str, cores: float) -> Trai
             "made",
             hint="name types that ran the job, or other GPU types, with --types",
         )
-    most = options.workers or market.max_workers or max(measured.max_workers, USUAL_WORKERS)
+    most = workers or market.max_workers or max(measured.max_workers, USUAL_WORKERS)
     most = max(most, min(one.offer.workers for one in estimates))
     found = options_of(measured, estimates, max_workers=most, head_usd=market.head_usd)
     larger = options_of(
         measured, estimates, max_workers=min(MORE_WORKERS * most, MAX_WORKERS),
         head_usd=market.head_usd,
     )  # fmt: skip
-    goal = Goal(deadline_h=options.deadline_h, budget_usd=options.budget_usd)
+    goal = Goal(deadline_h=deadline_h, budget_usd=budget_usd)
     advice = advise(found, goal, [one for one in larger if one.workers > most])
     traced: list[TracedOption] = []
     on_trace: list[str] = []
-    if trace is not None:
-        traced, on_trace = simulate_options(found, market, trace, deadline_h=goal.deadline_h)
+    if market_trace is not None:
+        traced, on_trace = simulate_options(found, market, market_trace, deadline_h=deadline_h)
     return TrainingPlan(
         job=measured,
         options=tuple(found),
         goal=goal,
         advice=advice,
         traced=tuple(traced),
-        is_profile=options.is_profile,
+        is_profile=is_profile,
         notes=tuple([*market.notes, *_guesses(measured, market, estimates, found), *skipped,
                      *on_trace]),
     )  # fmt: skip
@@ -141,19 +180,19 @@ def _guesses(
     return notes
 
 
-def _check(options: PlanOptions) -> None:
-    if options.budget_usd is not None and not 0 < options.budget_usd < math.inf:
+def _check(*, deadline_h: float | None, budget_usd: float | None, workers: int | None) -> None:
+    if budget_usd is not None and not 0 < budget_usd < math.inf:
         raise ConfigError(
-            f"--budget {options.budget_usd:g}: US dollars above 0 are needed. No plan was made",
+            f"--budget {budget_usd:g}: US dollars above 0 are needed. No plan was made",
             hint="--budget 20",
         )
-    if options.deadline_h is not None and not 0 < options.deadline_h < math.inf:
+    if deadline_h is not None and not 0 < deadline_h < math.inf:
         raise ConfigError(
-            f"--deadline {options.deadline_h:g}h: a time above 0 is needed. No plan was made",
+            f"--deadline {deadline_h:g}h: a time above 0 is needed. No plan was made",
             hint="--deadline 2h",
         )
-    if options.workers is not None and not 1 <= options.workers <= MAX_WORKERS:
+    if workers is not None and not 1 <= workers <= MAX_WORKERS:
         raise ConfigError(
-            f"--workers {options.workers} is not between 1 and {MAX_WORKERS}. No plan was made",
+            f"--workers {workers} is not between 1 and {MAX_WORKERS}. No plan was made",
             hint="--workers 16",
         )

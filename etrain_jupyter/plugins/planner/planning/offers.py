@@ -72,11 +72,7 @@ def market_of(measured: MeasuredJob, pool: str, types: Sequence[str] = ()) -> Ma
     """Return the machine types of a pool with their prices.
 
     The prices come from EC2, and without access to it from the job's log and the built-in table.
-
-    Args:
-        measured: The job, whose log may have prices.
-        pool: Name of the pool.
-        types: Types instead of those of the pool.
+    ``types`` replace those of the pool.
 
     Raises:
         PoolError: If the pool does not exist.

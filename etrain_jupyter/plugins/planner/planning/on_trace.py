@@ -52,14 +52,8 @@ def simulate_options(
 ) -> tuple[list[TracedOption], list[str]]:
     """Simulate the spot options of the Pareto front, or all if it has none.
 
-    Args:
-        options: The options of the plan.
-        market: Prices and rules of the pool.
-        trace: The recorded market.
-        deadline_h: Deadline; by default, each option gets a fifth of its time as slack.
-
-    Returns:
-        The results, and notes on the options that were not simulated.
+    Without a deadline, each option gets a fifth of its time as slack. Also returns notes on the
+    options that were not simulated.
     """
     spot = [one for one in options if one.lifecycle == "spot"]
     chosen = [one for one in spot if one.is_on_front] or spot

@@ -96,9 +96,7 @@ class Estimate:
     def step_time(self, workers: int, batch: float) -> tuple[float, float]:
         """Return the duration of a step, measured if possible, and its relative standard error.
 
-        Args:
-            workers: Number of workers.
-            batch: Samples per worker.
+        ``batch`` is the number of samples per worker.
         """
         for point in self.points:
             if point.workers == workers and math.isclose(point.batch, batch, rel_tol=0.01):
@@ -110,15 +108,9 @@ class Estimate:
 def estimates_of(
     measured: MeasuredJob, market: Market, *, cores: float
 ) -> tuple[list[Estimate], list[str]]:
-    """Fit the step times of each machine type.
+    """Fit the step times of each machine type; also return notes on the types that have none.
 
-    Args:
-        measured: The job.
-        market: The machine types.
-        cores: Cores of the machine that ran the job, if its workers have no GPU of their own.
-
-    Returns:
-        The estimates, and notes on the types that have none.
+    ``cores`` are those of the machine that ran the job, if its workers have no GPU of their own.
     """
     models = {
         hardware: fit_step_times(
@@ -228,11 +220,7 @@ def options_of(
 ) -> list[Option]:
     """Return the options, the Pareto front marked, sorted by time.
 
-    Args:
-        measured: The job.
-        estimates: The machine types.
-        max_workers: Maximum number of workers.
-        head_usd: Hourly price of the scheduler's machine.
+    ``head_usd`` is the hourly price of the scheduler's machine.
     """
     found = []
     for estimate in estimates:

@@ -13,7 +13,7 @@ from etrain_jupyter.plugins.planner.simulation.policies import (
     simulate,
     simulate_sizes,
 )
-from etrain_jupyter.plugins.planner.simulation.speeds import ring_rates
+from etrain_jupyter.plugins.planner.simulation.sizing import ring_rates
 from etrain_jupyter.plugins.planner.simulation.table import rows_of, table_of, to_dict
 from etrain_jupyter.plugins.planner.simulation.trace_files import read_trace
 

@@ -9,9 +9,7 @@ from etrain_jupyter.plugins.ec2.fleet_state import (
     FleetResult,
     FleetState,
     LaunchFailure,
-)
-from etrain_jupyter.plugins.ec2.fleet_state import (
-    LaunchRequest as Request,
+    LaunchRequest,
 )
 from etrain_jupyter.plugins.ec2.head.fleet import decide
 from etrain_jupyter.plugins.ec2.head.view import Machine, Rules, View
@@ -162,7 +160,7 @@ class VirtualFleet:
     def _view(self, now: float, wanted: int, on_demand: int | None) -> View:
         has_budget = self.rules.max_total is not None or self.rules.max_hourly is not None
         rows = [node.row for node in self.market.nodes.values()] if has_budget else []
-        bill = self.market.bill(self.prices, now) if has_budget else None
+        charges = self.market.charges(self.prices, now) if has_budget else {}
         return View(
             now=now,
             wanted=wanted,
@@ -189,13 +187,13 @@ class VirtualFleet:
                 )
                 for zone in self.market.trace.zones
             ),
-            spent_usd=bill.spot_usd + bill.on_demand_usd if bill else 0.0,
+            spent_usd=sum(one.spent for one in charges.values()),
             rate_usd=sum(self.prices.rate(TYPE, r.zone, r.lifecycle, now) or 0.0 for r in rows),
             on_demand=on_demand,
             spares=self.spares,
         )
 
-    def _launch(self, request: Request, now: float) -> None:
+    def _launch(self, request: LaunchRequest, now: float) -> None:
         self.state = self.state.sent(request, now)
         zones = [zone for _, zone in request.overrides]
         nodes = self.market.launch(request.lifecycle, zones, request.num_nodes, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from etrain_jupyter.plugins.ec2.deadline import DeadlineTerms, derate_of
@@ -81,10 +81,6 @@ class SimulatedJob:
             keep=self.keep,
         )
 
-    def terms_with(self, keep: float) -> DeadlineTerms:
-        """Return the terms with another ``keep``."""
-        return replace(self.terms, keep=keep)
-
     def prices(self, trace: SpotTrace) -> PriceBook:
         """Return the prices over time in each zone of a trace."""
         spot = {
@@ -122,9 +118,6 @@ class Outcome:
 class Progress:
     """Progress of a run.
 
-    Args:
-        job: The job.
-
     Attributes:
         job: The job.
         left: Work that is left, in seconds of one worker.
@@ -148,10 +141,8 @@ class Progress:
     ) -> bool:
         """Train from ``now`` to the next tick; return True at the end of the job.
 
-        Args:
-            now: Time in seconds.
-            training: The machines that train, in a fixed order.
-            stall_s: Time without training in this tick; by default, a stall for a change.
+        ``training`` are the machines that train, in a fixed order. ``stall_s`` is the time without
+        training in this tick; by default, a stall for a change.
         """
         job = self.job
         has_changed = bool(self._training) and training != self._training
@@ -183,22 +174,19 @@ class Progress:
         # A second of tolerance for rounding.
         return self.finish_s > self.job.deadline_s + 1.0
 
-    def outcome(self, market: VirtualMarket) -> Outcome:
-        """Return the result, with the costs of all machines until the end of the job."""
-        return outcome_of(market, [self])
-
 
 def outcome_of(market: VirtualMarket, jobs: Sequence[Progress]) -> Outcome:
     """Return the result of jobs on one pool, with the costs of all machines until the last ends."""
     until = max(one.now for one in jobs)
-    bill = market.bill(jobs[0].job.prices(market.trace), until)
+    charges = market.charges(jobs[0].job.prices(market.trace), until)
+    spot, on_demand = charges["spot"], charges["on-demand"]
     return Outcome(
         finish_s=max(one.finish_s for one in jobs),
         is_late=any(one.is_late for one in jobs),
-        cost_usd=bill.spot_usd + bill.on_demand_usd,
-        waived_usd=bill.waived_usd,
-        spot_hours=bill.spot_hours,
-        on_demand_hours=bill.on_demand_hours,
+        cost_usd=spot.spent + on_demand.spent,
+        waived_usd=spot.waived + on_demand.waived,
+        spot_hours=spot.hours,
+        on_demand_hours=on_demand.hours,
         goodput=sum(one.goodput_s for one in jobs) / until if until else 0.0,
         mean_workers=sum(one.worker_s for one in jobs) / until if until else 0.0,
         num_changes=sum(one.num_changes for one in jobs),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 from etrain_jupyter.errors import ConfigError, PoolError
 from etrain_jupyter.plugins.ec2.head.view import Rules
@@ -16,8 +18,7 @@ from etrain_jupyter.plugins.planner.simulation.policies import (
     simulate,
     simulate_sizes,
 )
-from etrain_jupyter.plugins.planner.simulation.sizing import SIZINGS, Sizing
-from etrain_jupyter.plugins.planner.simulation.speeds import ring_rates
+from etrain_jupyter.plugins.planner.simulation.sizing import SIZINGS, Sizing, ring_rates
 from etrain_jupyter.plugins.planner.simulation.table import table_of, write_json
 from etrain_jupyter.plugins.planner.simulation.trace import SpotTrace
 from etrain_jupyter.plugins.planner.simulation.trace_files import GAPS, Gaps, read_trace
@@ -31,101 +32,83 @@ LEAST_BOOT_SHARE = 0.4
 MAX_WORKERS = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
-    """Options of the line; None where the pool or a default decides."""
-
-    trace: str
-    workers: int | None = None
-    work_s: float = 8 * 3600.0
-    deadline_s: float | None = None
-    policies: tuple[str, ...] | None = None
-    """All by default; with ``sizings``, ``spot``."""
-    sizings: tuple[Sizing, ...] = ()
-    """Ways to size the job to compare; empty for one job on all workers."""
-    jobs: tuple[float, ...] = ()
-    """Scaling efficiencies of several jobs on one pool, in order of submission."""
-    keep: float | None = None
-    pool: str | None = None
-    on_demand_usd: float | None = None
-    spot_usd: float | None = None
-    efficiency: float = 1.0
-    boot_s: float = 300.0
-    stall_s: float = 1.0
-    shortage: float = 0.0
-    scale: int = 1
-    gaps: Gaps = "error"
-    starts: int = 50
-    seed: int = 0
-
-
-def run_simulation(options: SimulateOptions) -> tuple[Simulation, list[str]]:
+def run_simulation(
+    *,
+    trace: str,
+    workers: int | None = None,
+    work_s: float = 8 * 3600.0,
+    deadline_s: float | None = None,
+    policies: tuple[str, ...] | None = None,
+    sizings: tuple[Sizing, ...] = (),
+    jobs: tuple[float, ...] = (),
+    keep: float | None = None,
+    pool: str | None = None,
+    on_demand_usd: float | None = None,
+    spot_usd: float | None = None,
+    efficiency: float = 1.0,
+    boot_s: float = 300.0,
+    shortage: float = 0.0,
+    scale: int = 1,
+    gaps: Gaps = "error",
+    starts: int = 50,
+    seed: int = 0,
+) -> tuple[Simulation, list[str]]:
     """Carry out the line; return the result, and notes about assumptions.
+
+    None where the pool or a default decides. ``sizings`` are ways to size the job to compare, and
+    ``jobs`` the scaling efficiencies of several jobs on one pool, in order of submission.
 
     Raises:
         ConfigError: If an option is invalid, or the deadline cannot be met.
         PoolError: If the pool does not exist, or has no prices.
         TraceError: If the trace cannot be used.
     """
-    spec = _spec_of(options.pool) if options.pool else None
-    trace = read_trace(options.trace, gaps=options.gaps)
-    if options.scale != 1:
-        trace = trace.scaled(options.scale)
-    _check_range("--workers", options.workers, 1, MAX_WORKERS)
-    _check_range("--scale", options.scale, 1, MAX_WORKERS)
-    _check_range("--shortage", options.shortage, 0.0, 1.0)
-    _check_range("--keep", options.keep, 0.0, 1.0)
-    _check_range("--on-demand-usd", options.on_demand_usd, 1e-6, 1e6)
-    _check_range("--spot-usd", options.spot_usd, 1e-6, 1e6)
-    workers = options.workers or (spec.workers.max if spec else USUAL_WORKERS)
-    for one in (options.efficiency, *options.jobs):
-        flag = "--jobs" if options.jobs else "--efficiency"
-        _check_range(flag, one, 1 / workers + 1e-9, 1.0)
-    on_demand_usd, spot_usd, notes = _prices_of(options, spec, trace)
+    spec = _spec_of(pool) if pool else None
+    market = read_trace(trace, gaps=gaps).scaled(scale)
+    _check_range("--workers", workers, 1, MAX_WORKERS)
+    _check_range("--scale", scale, 1, MAX_WORKERS)
+    _check_range("--shortage", shortage, 0.0, 1.0)
+    _check_range("--keep", keep, 0.0, 1.0)
+    _check_range("--on-demand-usd", on_demand_usd, 1e-6, 1e6)
+    _check_range("--spot-usd", spot_usd, 1e-6, 1e6)
+    workers = workers or (spec.workers.max if spec else USUAL_WORKERS)
+    for one in (efficiency, *jobs):
+        _check_range("--jobs" if jobs else "--efficiency", one, 1 / workers + 1e-9, 1.0)
+    on_demand_usd, spot_usd, notes = _prices_of(on_demand_usd, spot_usd, pool, spec, market)
     finish_by = spec.capacity.finish_by if spec else None
-    keep = options.keep if options.keep is not None else spec.capacity.keep if spec else 0.5
+    if keep is None:
+        keep = spec.capacity.keep if spec else 0.5
     job = SimulatedJob(
         workers=workers,
-        duration_s=options.work_s,
-        deadline_s=options.deadline_s or finish_by or usual_deadline_s(options.work_s),
+        duration_s=work_s,
+        deadline_s=deadline_s or finish_by or usual_deadline_s(work_s),
         on_demand_usd=on_demand_usd,
         spot_usd=spot_usd,
         keep=keep,
-        efficiency=options.efficiency,
-        boot_s=(LEAST_BOOT_SHARE * options.boot_s, options.boot_s),
-        stall_s=options.stall_s,
-        shortage=options.shortage,
+        efficiency=efficiency,
+        boot_s=(LEAST_BOOT_SHARE * boot_s, boot_s),
+        shortage=shortage,
     )
-    rules = Rules.of(spec, "simulated") if spec else None
-    if not options.sizings and not options.jobs:
-        done = simulate(
-            trace,
-            job,
-            policies=options.policies or POLICIES,
-            num_starts=options.starts,
-            seed=options.seed,
-            rules=rules,
-        )
-        return done, notes
-    jobs = [
+    common: dict[str, Any] = {
+        "num_starts": starts,
+        "seed": seed,
+        "rules": Rules.of(spec, "simulated") if spec else None,
+    }
+    if not sizings and not jobs:
+        return simulate(market, job, policies=policies or POLICIES, **common), notes
+    sized = [
         replace(job, efficiency=one, own_rates=ring_rates(workers, one))
-        for one in options.jobs or (options.efficiency,)
+        for one in jobs or (efficiency,)
     ]
     done = simulate_sizes(
-        trace,
-        jobs,
-        policies=options.policies or ("spot",),
-        sizings=options.sizings or SIZINGS,
-        num_starts=options.starts,
-        seed=options.seed,
-        rules=rules,
+        market, sized, policies=policies or ("spot",), sizings=sizings or SIZINGS, **common
     )
     return done, notes
 
 
-def simulate_text(options: SimulateOptions, *, json_path: str | None = None) -> str:
+def simulate_text(*, json_path: str | None = None, **options: Any) -> str:
     """Simulate, write the JSON file if one is given, and return the table."""
-    done, notes = run_simulation(options)
+    done, notes = run_simulation(**options)
     if json_path:
         write_json(done, json_path)
         notes = [*notes, f"All runs are in {json_path}."]
@@ -133,35 +116,35 @@ def simulate_text(options: SimulateOptions, *, json_path: str | None = None) -> 
 
 
 def policies_of(text: str | None) -> tuple[str, ...] | None:
-    """Return the policies in a comma-separated list; None for None.
-
-    Raises:
-        ConfigError: If one is unknown.
-    """
-    names = _words_of(text)
-    for name in names:
-        if name not in POLICIES:
-            raise ConfigError(
-                f"--policy {name}: unknown policy", hint=f"known policies: {', '.join(POLICIES)}"
-            )
-    return names or None
+    """Return the policies in a comma-separated list; None for None."""
+    known = f"known policies: {', '.join(POLICIES)}"
+    return _known(_words_of(text), POLICIES, "--policy {}: unknown policy", known) or None
 
 
 def sizings_of(text: str | None) -> tuple[Sizing, ...]:
-    """Return the ways to size a job in a comma-separated list; ``all`` is all of them.
-
-    Raises:
-        ConfigError: If one is unknown.
-    """
-    known: dict[str, Sizing] = {name: name for name in SIZINGS}
+    """Return the ways to size a job in a comma-separated list; ``all`` is all of them."""
     names = SIZINGS if text == "all" else _words_of(text)
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"--size {name}: unknown way to size a job. Nothing was simulated",
-                hint=f"known: {', '.join(SIZINGS)}, or all",
-            )
-    return tuple(known[name] for name in names)
+    error = "--size {}: unknown way to size a job. Nothing was simulated"
+    return cast(
+        "tuple[Sizing, ...]", _known(names, SIZINGS, error, f"known: {', '.join(SIZINGS)}, or all")
+    )
+
+
+def gaps_of(text: str) -> Gaps:
+    """Return the choice for gaps."""
+    _known((text,), GAPS, "--gaps {}: unknown value", f"known values: {', '.join(GAPS)}")
+    return cast("Gaps", text)
+
+
+def _known(words: tuple[str, ...], known: Sequence[str], error: str, hint: str) -> tuple[str, ...]:
+    for word in words:
+        if word not in known:
+            raise ConfigError(error.format(word), hint=hint)
+    return words
+
+
+def _words_of(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
 def efficiencies_of(text: str | None) -> tuple[float, ...]:
@@ -171,28 +154,12 @@ def efficiencies_of(text: str | None) -> tuple[float, ...]:
         ConfigError: If one is not a number.
     """
     try:
-        return tuple(float(word) for word in _words_of(text))
+        return tuple(map(float, _words_of(text)))
     except ValueError:
         raise ConfigError(
             f"--jobs {text}: scaling efficiencies are needed, one per job. Nothing was simulated",
             hint="--jobs 0.9,0.5",
         ) from None
-
-
-def _words_of(text: str | None) -> tuple[str, ...]:
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
-
-
-def gaps_of(text: str) -> Gaps:
-    """Return the choice for gaps.
-
-    Raises:
-        ConfigError: If it is unknown.
-    """
-    for known in GAPS:
-        if text == known:
-            return known
-    raise ConfigError(f"--gaps {text}: unknown value", hint=f"known values: {', '.join(GAPS)}")
 
 
 def _spec_of(pool: str) -> AwsSpotSpec:
@@ -214,17 +181,20 @@ def _spec_of(pool: str) -> AwsSpotSpec:
 
 
 def _prices_of(
-    options: SimulateOptions, spec: AwsSpotSpec | None, trace: SpotTrace
+    on_demand: float | None,
+    spot: float | None,
+    pool: str | None,
+    spec: AwsSpotSpec | None,
+    trace: SpotTrace,
 ) -> tuple[float, float, list[str]]:
     """Return the hourly on-demand and spot prices of a machine, and notes on assumptions."""
     notes = []
-    on_demand = options.on_demand_usd
     if on_demand is None and spec is not None:
         known = [name for name in spec.capacity.types if name in ON_DEMAND_USD]
         if spec.capacity.gpu or not known:
             types = "capacity.gpu" if spec.capacity.gpu else ", ".join(spec.capacity.types)
             raise PoolError(
-                f"pool {options.pool!r} has no known on-demand price: {types} is not in the "
+                f"pool {pool!r} has no known on-demand price: {types} is not in the "
                 f"built-in table ({TABLE_REGION}, {TABLE_DATE}), and a simulation does not query "
                 "AWS. Nothing was simulated. Add --on-demand-usd and --spot-usd, in US dollars an "
                 "hour."
@@ -237,7 +207,6 @@ def _prices_of(
     if on_demand is None:
         on_demand = 1.0
         notes.append("Costs are in hours of an on-demand machine (--on-demand-usd sets a price).")
-    spot = options.spot_usd
     if spot is None:
         spot = USUAL_SPOT_SHARE * on_demand
         if not trace.prices:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from etrain_jupyter.plugins.ec2.ledger import TAKEN_BY_EC2, PriceBook, Row, charge_of
+from etrain_jupyter.plugins.ec2.ledger import TAKEN_BY_EC2, Charge, PriceBook, Row, charge_of
 from etrain_jupyter.plugins.planner.simulation.trace import Slot, SpotTrace
 
 NEVER = float("inf")
@@ -51,19 +51,6 @@ class VirtualNode:
             ended_at=self.ended_at,
             reason=self.reason,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bill:
-    """Cost of machines."""
-
-    spot_usd: float = 0.0
-    on_demand_usd: float = 0.0
-    waived_usd: float = 0.0
-    """Not charged, because EC2 reclaimed the machines in their first hour."""
-    spot_hours: float = 0.0
-    """Machine hours, including those that were not charged."""
-    on_demand_hours: float = 0.0
 
 
 @dataclass
@@ -146,23 +133,12 @@ class VirtualMarket:
             slot = Slot(zone=node.zone, since_s=now, until_s=node.lost_at, rank=node.rank)
             self._free[node.zone].append(slot)
 
-    def bill(self, prices: PriceBook, now: float) -> Bill:
-        """Return the cost of all machines until ``now``, by the rules of the pool's ledger."""
-        usd = {"spot": 0.0, "on-demand": 0.0}
-        hours = dict(usd)
-        waived = 0.0
+    def charges(self, prices: PriceBook, now: float) -> dict[str, Charge]:
+        """Return the cost of all machines until ``now``, by lifecycle, as in the pool's ledger."""
+        found = {"spot": Charge(), "on-demand": Charge()}
         for node in (*self.ended, *self.nodes.values()):
-            charge = charge_of(node.row, prices, now)
-            usd[node.lifecycle] += charge.spent
-            hours[node.lifecycle] += charge.hours
-            waived += charge.waived
-        return Bill(
-            spot_usd=usd["spot"],
-            on_demand_usd=usd["on-demand"],
-            waived_usd=waived,
-            spot_hours=hours["spot"],
-            on_demand_hours=hours["on-demand"],
-        )
+            found[node.lifecycle] += charge_of(node.row, prices, now)
+        return found
 
     def _free_in(self, zone: str, now: float) -> list[Slot]:
         free = self._free.get(zone, [])
@@ -179,18 +155,16 @@ class VirtualMarket:
         # The trace does not record the machine that EC2 would assign, so draw one.
         return self.rng.randrange(len(free))
 
-    def _boot_s(self) -> float:
-        return self.rng.choice(self.boots_s) if self.boots_s else self.rng.uniform(*self.boot_s)
-
     def _start(self, lifecycle: str, zone: str, slot: Slot | None, now: float) -> VirtualNode:
         self.num_launched += 1
         self.version += 1
+        boot_s = self.rng.choice(self.boots_s) if self.boots_s else self.rng.uniform(*self.boot_s)
         node = VirtualNode(
             id=f"i-{self.num_launched}",
             zone=zone,
             lifecycle=lifecycle,
             launched_at=now,
-            ready_at=now + self._boot_s(),
+            ready_at=now + boot_s,
             lost_at=slot.until_s if slot else NEVER,
             notice_at=_warned_at(slot)[0] if slot else NEVER,
             risk_at=_warned_at(slot)[1] if slot else NEVER,

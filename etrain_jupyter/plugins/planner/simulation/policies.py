@@ -14,16 +14,25 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.plugins.ec2.deadline import DeadlineView, least_workers, on_demand_workers
 from etrain_jupyter.plugins.ec2.head.view import Rules
 from etrain_jupyter.plugins.planner.simulation.fleet import VirtualFleet
-from etrain_jupyter.plugins.planner.simulation.gang import run_gang
-from etrain_jupyter.plugins.planner.simulation.job import Outcome, Progress, SimulatedJob
-from etrain_jupyter.plugins.planner.simulation.market import VirtualMarket
-from etrain_jupyter.plugins.planner.simulation.sizing import SIZINGS, Sizing, run_sized
-from etrain_jupyter.plugins.planner.simulation.speeds import VirtualSpeeds
+from etrain_jupyter.plugins.planner.simulation.job import (
+    Outcome,
+    Progress,
+    SimulatedJob,
+    outcome_of,
+)
+from etrain_jupyter.plugins.planner.simulation.market import VirtualMarket, VirtualNode
+from etrain_jupyter.plugins.planner.simulation.sizing import (
+    SIZINGS,
+    Sizing,
+    VirtualSpeeds,
+    run_sized,
+)
 from etrain_jupyter.plugins.planner.simulation.trace import SpotTrace
 
 KEEPS = {"lazy": 0.0, "uniform": 1.0}
@@ -127,25 +136,17 @@ def simulate(
     Raises:
         ConfigError: If the deadline cannot be met; the message says by how much, and what could.
     """
-    policies = tuple(policies)
     check_deadline(job)
-    base = replace(rules or Rules(cluster_id="simulated", max_workers=job.workers),
-                   max_workers=job.workers)  # fmt: skip
+    base = _base_rules(rules, job.workers)
     windows = _windows(trace, job.horizon_s, num_starts, seed)
-    return Simulation(
-        trace=trace,
-        job=job,
-        results=tuple(
-            PolicyResult(
-                policy=policy,
-                outcomes=tuple(
-                    run_policy(window, job, policy, base, seed=f"{seed} {number}")
-                    for number, window in enumerate(windows)
-                ),
-            )
-            for policy in policies
-        ),
-    )
+    results = [
+        PolicyResult(
+            policy=policy,
+            outcomes=tuple(run_policy(one, job, policy, base, seed=at) for at, one in windows),
+        )
+        for policy in policies
+    ]
+    return Simulation(trace=trace, job=job, results=tuple(results))
 
 
 def simulate_sizes(
@@ -182,8 +183,7 @@ def simulate_sizes(
                 "chosen. Nothing was simulated",
                 hint="--policy spot, fallback or deadline",
             )
-    most = max(one.workers for one in jobs)
-    base = replace(rules or Rules(cluster_id="simulated", max_workers=most), max_workers=most)
+    base = _base_rules(rules, max(one.workers for one in jobs))
     if any(_rules_of(policy, base).policy == "deadline" for policy in policies):
         for job in jobs:
             check_deadline(job)
@@ -191,32 +191,35 @@ def simulate_sizes(
     windows = _windows(trace, horizon_s, num_starts, seed)
     speeds = [VirtualSpeeds(job) for job in jobs]
 
-    def run(policy: str, sizing: Sizing, window: SpotTrace, number: int) -> Outcome:
-        fleet = _fleet_of(policy, jobs[0], base, window, seed=f"{seed} {number}")
+    def run(policy: str, sizing: Sizing, window: SpotTrace, seed: str) -> Outcome:
+        fleet = _fleet_of(policy, jobs[0], base, window, seed=seed)
         keep = _keep_of(policy, jobs[0], fleet.rules)
         return run_sized(fleet, jobs, sizing, speeds=speeds, keep=keep)
 
-    return Simulation(
-        trace=trace,
-        job=jobs[0],
-        others=tuple(jobs[1:]),
-        results=tuple(
-            PolicyResult(
-                policy=policy,
-                sizing=sizing,
-                outcomes=tuple(
-                    run(policy, sizing, window, number) for number, window in enumerate(windows)
-                ),
-            )
-            for policy in policies
-            for sizing in sizings
-        ),
-    )
+    results = [
+        PolicyResult(
+            policy=policy,
+            sizing=sizing,
+            outcomes=tuple(run(policy, sizing, one, at) for at, one in windows),
+        )
+        for policy in policies
+        for sizing in sizings
+    ]
+    return Simulation(trace=trace, job=jobs[0], others=tuple(jobs[1:]), results=tuple(results))
 
 
-def _windows(trace: SpotTrace, horizon_s: float, num_starts: int, seed: int) -> list[SpotTrace]:
-    starts = [random.Random(f"{seed} {n}").uniform(0, trace.length_s) for n in range(num_starts)]
-    return [trace.from_time(start, horizon_s) for start in starts]
+def _base_rules(rules: Rules | None, workers: int) -> Rules:
+    rules = rules or Rules(cluster_id="simulated", max_workers=workers)
+    return replace(rules, max_workers=workers)
+
+
+def _windows(
+    trace: SpotTrace, horizon_s: float, num_starts: int, seed: int
+) -> list[tuple[str, SpotTrace]]:
+    """Return the market from each start on, with the seed of its runs."""
+    seeds = [f"{seed} {number}" for number in range(num_starts)]
+    starts = [random.Random(one).uniform(0, trace.length_s) for one in seeds]
+    return [(one, trace.from_time(at, horizon_s)) for one, at in zip(seeds, starts, strict=True)]
 
 
 def check_deadline(job: SimulatedJob) -> None:
@@ -250,21 +253,84 @@ def run_policy(
     seed: str,
     skips: bool = True,
 ) -> Outcome:
-    """Run a job once, from the start of ``window``.
-
-    Args:
-        window: The market from the start of the job on.
-        job: The job.
-        policy: Name of the policy.
-        rules: Rules of the pool.
-        seed: Random seed of this run.
-        skips: See ``VirtualFleet``.
-    """
+    """Run a job once, from the start of ``window``; for ``skips`` see ``VirtualFleet``."""
     if policy.endswith("-gang"):
         market = _market_of(job, window, seed)
-        return run_gang(market, job, is_uniform=policy == "uniform-gang")
+        return _run_gang(market, job, is_uniform=policy == "uniform-gang")
     fleet = _fleet_of(policy, job, rules, window, seed=seed, skips=skips)
     return _run_elastic(fleet, job, _keep_of(policy, job, fleet.rules))
+
+
+# --- gangs ---
+#
+# Policies for jobs that need all workers at once, for comparison. These are the policies of Wu et
+# al., "Can't Be Late" (NSDI 2024). They do not run the pool's rules, and the simulation is generous
+# to them: a gang knows the capacity before it launches, so it never pays for a part of its
+# machines. It replaces a machine at its notice, and trains until the machine is gone.
+
+
+def _run_gang(market: VirtualMarket, job: SimulatedJob, *, is_uniform: bool) -> Outcome:
+    """Run a job on all of its workers or none.
+
+    With ``is_uniform``, follow a line from start to deadline, on demand when behind it. Otherwise,
+    stay on spot machines until the deadline requires on-demand machines to the end.
+    """
+    progress = Progress(job)
+    boot_s = job.boot_s[1]
+    margin_s = boot_s + 3 * job.tick_s + job.gang_restart_s
+    per_s = job.work / max(job.tick_s, job.deadline_s - margin_s)
+    waiting_s = job.gang_restart_s
+    members: tuple[VirtualNode, ...] = ()
+    is_forced = False
+    for now in job.ticks():
+        market.advance(now)
+        usable_s = job.deadline_s - now - margin_s
+        is_forced |= progress.left >= job.rates[-1] * usable_s
+        spot, owned = _of(market, "spot"), _of(market, "on-demand")
+        is_on_demand = is_forced
+        if is_uniform and not is_forced:
+            done = job.work - progress.left
+            is_behind = done < per_s * now and len(spot) < job.workers
+            is_on_demand = is_behind or (bool(owned) and done < per_s * (now + 2 * boot_s))
+        _fill(market, job.workers, now, is_on_demand=is_on_demand)
+        ready = (node for node in market.nodes.values() if node.ready_at <= now)
+        running = tuple(islice(ready, job.workers))  # the oldest, so that spare machines wait
+        is_whole = len(running) == job.workers
+        # A new gang, and one with a replaced machine, restarts from its last checkpoint.
+        if not is_whole or running != members:
+            waiting_s = job.gang_restart_s
+        members = running
+        stall_s = min(waiting_s, job.tick_s)
+        waiting_s -= stall_s if is_whole else 0.0
+        if progress.advance(now, running if is_whole else (), stall_s=stall_s):
+            break
+    return outcome_of(market, [progress])
+
+
+def _of(market: VirtualMarket, lifecycle: str) -> list[VirtualNode]:
+    return [node for node in market.nodes.values() if node.lifecycle == lifecycle]
+
+
+def _fill(market: VirtualMarket, workers: int, now: float, *, is_on_demand: bool) -> None:
+    """Hold all machines of one lifecycle, or none."""
+    spot, owned = _of(market, "spot"), _of(market, "on-demand")
+    for node in spot if is_on_demand else owned:
+        market.end(node.id, now)
+    zones = market.trace.zones
+    if is_on_demand:
+        if len(owned) < workers:
+            market.launch("on-demand", zones, workers - len(owned), now)
+        return
+    staying = [node for node in spot if now < node.notice_at]
+    if market.capacity(now) - (len(spot) - len(staying)) >= workers:
+        if len(staying) < workers:
+            market.launch("spot", zones, workers - len(staying), now)
+    elif len(spot) < workers:
+        for node in spot:
+            market.end(node.id, now)
+
+
+# --- elastic policies ---
 
 
 def _market_of(job: SimulatedJob, window: SpotTrace, seed: str) -> VirtualMarket:
@@ -307,7 +373,7 @@ def _rules_of(policy: str, rules: Rules) -> Rules:
 
 def _run_elastic(fleet: VirtualFleet, job: SimulatedJob, keep: float | None) -> Outcome:
     market, progress = fleet.market, Progress(job)
-    terms = job.terms_with(keep) if keep is not None else None
+    terms = replace(job.terms, keep=keep) if keep is not None else None
     for now in job.ticks():
         market.advance(now)
         on_demand = None
@@ -326,29 +392,4 @@ def _run_elastic(fleet: VirtualFleet, job: SimulatedJob, keep: float | None) -> 
         training = fleet.groups(now).training[: job.workers]
         if progress.advance(now, training):
             break
-    return progress.outcome(market)
-
-
-def describe_sizings(names: Sequence[Sizing]) -> dict[str, str]:
-    """Return one line about each way to size a job."""
-    known: dict[Sizing, str] = {
-        "fixed": "workers: {min: N, max: N}: all workers, or it waits",
-        "greedy": "workers: {min: 1, max: N}: all workers that the pool has",
-        "goodput": "workers: {min: 1, max: N, target: goodput}: as many as are worth their cost",
-    }
-    return {name: known[name] for name in names}
-
-
-def describe_policies(names: Sequence[str], keep: float) -> dict[str, str]:
-    """Return one line about each policy."""
-    known = {
-        "on-demand": "all workers on demand",
-        "spot": "all workers on spot machines, whatever the deadline",
-        "fallback": "spot; workers missing for 120 s run on demand (capacity.on_demand)",
-        "greedy-gang": "all workers on spot or none, on demand when the deadline requires it",
-        "uniform-gang": "the same with uniform progress (Can't Be Late, NSDI 2024)",
-        "lazy": "capacity.policy: deadline with keep: 0",
-        "deadline": f"capacity.policy: deadline with keep: {keep:g}",
-        "uniform": "capacity.policy: deadline with keep: 1",
-    }
-    return {name: known[name] for name in names}
+    return outcome_of(market, [progress])

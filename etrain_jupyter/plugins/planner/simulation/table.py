@@ -6,22 +6,30 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from etrain_jupyter.display.tables import align_columns
 from etrain_jupyter.errors import TraceError
 from etrain_jupyter.plugins.planner.simulation.job import Outcome
-from etrain_jupyter.plugins.planner.simulation.policies import (
-    PolicyResult,
-    Simulation,
-    describe_policies,
-    describe_sizings,
-)
+from etrain_jupyter.plugins.planner.simulation.policies import PolicyResult, Simulation
 
 COLUMNS = ("POLICY", "COST", "OF ON DEMAND", "P95", "LATE", "HOURS", "P95", "GOODPUT", "SPOT h",
            "ON DEMAND h", "WAIVED")  # fmt: skip
+ABOUT = {
+    "on-demand": "all workers on demand",
+    "spot": "all workers on spot machines, whatever the deadline",
+    "fallback": "spot; workers missing for 120 s run on demand (capacity.on_demand)",
+    "greedy-gang": "all workers on spot or none, on demand when the deadline requires it",
+    "uniform-gang": "the same with uniform progress (Can't Be Late, NSDI 2024)",
+    "lazy": "capacity.policy: deadline with keep: 0",
+    "deadline": "capacity.policy: deadline with keep: {keep:g}",
+    "uniform": "capacity.policy: deadline with keep: 1",
+    "fixed": "workers: {{min: N, max: N}}: all workers, or it waits",
+    "greedy": "workers: {{min: 1, max: N}}: all workers that the pool has",
+    "goodput": "workers: {{min: 1, max: N, target: goodput}}: as many as are worth their cost",
+}
+"""One line about each policy and each way to size a job."""
 
 
 def table_of(simulation: Simulation, notes: Sequence[str] = ()) -> str:
@@ -49,9 +57,11 @@ def table_of(simulation: Simulation, notes: Sequence[str] = ()) -> str:
     rows = [_columns_of(simulation), *(_row_of(simulation, one) for one in simulation.results)]
     width = max(len(row[0]) for row in rows)
     lines += ["", align_columns(rows, num_left=1), ""]
-    about = describe_policies([one.policy for one in simulation.results], job.keep)
-    about |= describe_sizings([one.sizing for one in simulation.results if one.sizing])
-    lines += [f"{name:<{width}}  {text}" for name, text in about.items()]
+    names = [one.policy for one in simulation.results]
+    names += [one.sizing for one in simulation.results if one.sizing]
+    lines += [
+        f"{name:<{width}}  {ABOUT[name].format(keep=job.keep)}" for name in dict.fromkeys(names)
+    ]
     best = simulation.best
     lines += [
         "",
@@ -94,14 +104,10 @@ def _row_of(simulation: Simulation, result: PolicyResult) -> tuple[str, ...]:
         f"{result.mean(lambda one: one.mean_workers):.1f}",
         f"{result.mean(lambda one: one.num_changes):.0f}",
         *(
-            _hours(result.percentile(partial(_finish_h, number), 0.5))
-            for number in range(len(simulation.jobs) if simulation.others else 0)
+            _hours(result.percentile(lambda one, job=job: one.job_finishes_s[job] / 3600, 0.5))
+            for job in range(len(simulation.jobs) if simulation.others else 0)
         ),
     )
-
-
-def _finish_h(job: int, one: Outcome) -> float:
-    return one.job_finishes_s[job] / 3600
 
 
 def _hours(value: float) -> str:

@@ -132,16 +132,21 @@ def _read_lines(path: Path) -> list[str]:
             f"The trace {path} cannot be read: {exc}. Nothing was simulated.", hint=hint
         ) from exc
     lines = text.splitlines()
-    if not any(line.strip() for line in lines):
+    if not _numbered(lines):
         raise TraceError(f"The trace {path} is empty, so nothing was simulated.", hint=hint)
     return lines
+
+
+def _numbered(lines: Sequence[str]) -> list[tuple[int, str]]:
+    """Return the lines that are not empty, with their numbers."""
+    return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 _Reader = Callable[[Sequence[str], Path], _Recording]
 
 
 def _reader_of(lines: Sequence[str], path: Path) -> _Reader:
-    first = next(line.strip() for line in lines if line.strip())
+    first = _numbered(lines)[0][1]
     if first.startswith("{"):
         return _read_skypilot
     if first.startswith("["):
@@ -195,10 +200,8 @@ def _read_own(lines: Sequence[str], path: Path) -> _Recording:
 
 def _read_bamboo(lines: Sequence[str], path: Path) -> _Recording:
     def events() -> Iterator[tuple[float, str, Sequence[str]]]:
-        for number, line in enumerate(lines, 1):
+        for number, line in _numbered(lines):
             parts = [part.strip() for part in line.split(",")]
-            if parts == [""]:
-                continue
             if len(parts) != 3 or parts[1] not in ("add", "remove"):
                 raise _invalid(path, number, f"{line[:60]!r} is not milliseconds,add|remove,node")
             yield _number(parts[0], path, number, "milliseconds") / 1e3, parts[1], parts[2:]
@@ -208,9 +211,7 @@ def _read_bamboo(lines: Sequence[str], path: Path) -> _Recording:
 
 def _read_parcae_events(lines: Sequence[str], path: Path) -> _Recording:
     def events() -> Iterator[tuple[float, str, Sequence[str]]]:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+        for number, line in _numbered(lines):
             try:
                 at, kind, more = json.loads(line)
                 yield float(at) / 1e3, str(kind), [str(name) for name in more["nodes"]]
@@ -219,8 +220,7 @@ def _read_parcae_events(lines: Sequence[str], path: Path) -> _Recording:
                     path, number, f'{line[:60]!r} is not [ms, "add", {{"nodes": [...]}}]'
                 ) from exc
 
-    recording = _of_events(events(), more_s=PARCAE_TICK_S)
-    return recording
+    return _of_events(events(), more_s=PARCAE_TICK_S)
 
 
 def _of_events(
@@ -245,9 +245,7 @@ def _of_events(
 
 def _read_parcae_counts(lines: Sequence[str], path: Path) -> _Recording:
     counts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in _numbered(lines):
         at, _, count = line.partition(",")
         at_s = _number(at, path, number, "milliseconds") / 1e3
         machines = int(_number(count, path, number, "machines"))
@@ -258,10 +256,8 @@ def _read_parcae_counts(lines: Sequence[str], path: Path) -> _Recording:
 
 def _read_polled(lines: Sequence[str], path: Path) -> _Recording:
     counts: list[_Count] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        match = _POLLED.fullmatch(line.strip())
+    for number, line in _numbered(lines):
+        match = _POLLED.fullmatch(line)
         if match is None:
             raise _invalid(path, number, f"{line[:60]!r} is not date, time, machines")
         at = datetime.fromisoformat(f"{match[1]} {match[2]}+00:00").timestamp()
@@ -311,8 +307,9 @@ def _without_gaps(recording: _Recording, path: Path, gaps: Gaps) -> _Recording:
         total_h = sum(b - a for a, b in found) / 3600
         number = "1 gap" if len(found) == 1 else f"{len(found)} gaps"
         origin = recording.counts[0].at_s
+        hours = (recording.end_s - origin) / 3600
         raise TraceError(
-            f"The trace {path} has {number}, {total_h:.1f} h of {_hours(recording):.1f} h: the "
+            f"The trace {path} has {number}, {total_h:.1f} h of {hours:.1f} h: the "
             f"first is from {(first - origin) / 3600:.2f} h to {(last - origin) / 3600:.2f} h. "
             "Nothing was simulated.",
             hint="--gaps hold assumes the capacity before each gap; --gaps cut leaves the gaps out",
@@ -352,10 +349,6 @@ def _gaps_of(recording: _Recording) -> list[tuple[float, float]]:
         elif end > begin:
             merged.append((begin, end))
     return merged
-
-
-def _hours(recording: _Recording) -> float:
-    return (recording.end_s - recording.counts[0].at_s) / 3600
 
 
 def _slots_of(recording: _Recording) -> list[Slot]:

@@ -10,19 +10,7 @@ from hypothesis import strategies as st
 
 from etrain_jupyter.plugins.planner.planning.advice import Goal, advise
 from etrain_jupyter.plugins.planner.planning.options import Option, mark_front
-
-
-def option(
-    workers: int, hours: float, usd: float, *, error: float = 0.1, machine: str = "g5.xlarge"
-) -> Option:
-    """Return a spot option."""
-    return Option(
-        machine=machine, workers=workers, machines=workers, lifecycle="spot", batch=64, step_s=0.1,
-        samples_per_s=640.0, efficiency=1.0,
-        statistical_efficiency=1.0,
-        hours=hours, error=error, usd=usd, is_measured=False,
-    )  # fmt: skip
-
+from tests.unit.plugins.planner.planning.measured_jobs import option
 
 OPTIONS = mark_front([option(1, 8.0, 4.0), option(2, 4.2, 5.0), option(4, 2.5, 8.0),
                       option(8, 2.4, 20.0)])  # fmt: skip

@@ -9,8 +9,7 @@ import pytest
 
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.plugins.planner.planning.measured import Hardware, read_measured
-from tests.unit.plugins.planner.planning.measured_jobs import NUM_STEPS, measured_job
-from tests.unit.plugins.planner.planning.models import CPU
+from tests.unit.plugins.planner.planning.measured_jobs import CPU, NUM_STEPS, measured_job
 
 
 def test_each_number_of_workers_and_batch_is_a_point() -> None:

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from etrain_jupyter.errors import ConfigError, PoolError
-from etrain_jupyter.plugins.planner.planning.line import PlanOptions, plan_job
+from etrain_jupyter.plugins.planner.planning.line import plan_job
 from etrain_jupyter.plugins.planner.planning.measured import MeasuredJob, read_measured
 from etrain_jupyter.plugins.planner.planning.offers import MachineOffer, market_of
-from tests.unit.plugins.planner.planning.measured_jobs import measured_job
-from tests.unit.plugins.planner.planning.models import CPU, GPUS
+from tests.unit.plugins.planner.planning.measured_jobs import CPU, GPUS, measured_job
 
 POOLS = """
 spot:
@@ -128,7 +127,7 @@ def test_pool_on_ec2_is_simulated_with_its_own_rules(tmp_path: Path) -> None:
         GPUS, at, machine="g5.xlarge", lifecycle="spot", usd_per_h=0.41, total_samples=200_000
     )
 
-    plan = plan_job(job, PlanOptions(trace=str(trace)), pool="spot", cores=2)
+    plan = plan_job(job, trace=str(trace), pool="spot", cores=2)
 
     assert max(one.workers for one in plan.options) == 3  # workers.max of the pool
     assert {one.policy for one in plan.traced} == {"spot", "deadline"}

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from etrain_jupyter.plugins.planner.planning.measured import MeasuredJob, read_measured
 from etrain_jupyter.plugins.planner.planning.offers import MachineOffer, Market
 from etrain_jupyter.plugins.planner.planning.options import (
-    Option,
     counts_up_to,
     derate_on_spot,
     estimates_of,
     mark_front,
     options_of,
 )
-from tests.unit.plugins.planner.planning.measured_jobs import measured_job
-from tests.unit.plugins.planner.planning.models import CPU, GPUS
+from tests.unit.plugins.planner.planning.measured_jobs import CPU, GPUS, measured_job, option
 
 G5 = MachineOffer(machine="g5.xlarge", on_demand_usd=1.0, spot_usd=0.3, boot_s=360.0)
 
@@ -146,17 +144,6 @@ def test_numbers_of_machines(most: int, counts: list[int]) -> None:
     assert counts_up_to(most) == counts
 
 
-def option(hours: float, usd: float, workers: int = 1) -> Option:
-    """Return an option with a time and a cost."""
-    return Option(
-        machine="m", workers=workers, machines=workers, lifecycle="" if math.isnan(usd) else "spot",
-        batch=8, step_s=1.0, samples_per_s=8.0, efficiency=1.0,
-        statistical_efficiency=1.0,
-        hours=hours, error=0.1, usd=usd,
-        is_measured=False,
-    )  # fmt: skip
-
-
 amounts = st.floats(0.01, 1e4)
 
 
@@ -164,7 +151,7 @@ amounts = st.floats(0.01, 1e4)
 def test_front_has_exactly_the_options_that_no_other_one_beats(
     values: list[tuple[float, float]],
 ) -> None:
-    marked = mark_front([option(hours, usd) for hours, usd in values])
+    marked = mark_front([option(1, hours, usd) for hours, usd in values])
 
     assert sorted((o.hours, o.usd) for o in marked) == sorted(values)
     for one in marked:
@@ -179,12 +166,12 @@ def test_front_has_exactly_the_options_that_no_other_one_beats(
 
 
 def test_front_of_options_without_prices_is_by_worker_hours() -> None:
-    marked = mark_front([option(4.0, math.nan, 1), option(3.0, math.nan, 2), option(3.5, math.nan)])
+    marked = mark_front([option(*one, math.nan) for one in ((1, 4.0), (2, 3.0), (1, 3.5))])
 
     assert [(o.hours, o.is_on_front) for o in marked] == [(3.0, True), (3.5, True), (4.0, False)]
 
 
 def test_option_without_a_price_is_not_on_the_front_of_those_with_one() -> None:
-    marked = mark_front([option(1.0, math.nan), option(2.0, 5.0)])
+    marked = mark_front([option(1, 1.0, math.nan), option(1, 2.0, 5.0)])
 
     assert [o.is_on_front for o in marked] == [False, True]

@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etrain_jupyter.errors import ConfigError, TraceError
-from etrain_jupyter.plugins.planner.planning.line import PlanOptions, plan_job, types_of
+from etrain_jupyter.plugins.planner.planning.line import plan_job, types_of
 from etrain_jupyter.plugins.planner.planning.plan import TrainingPlan
 from tests.unit.insight.logged_jobs import LoggedJob
-from tests.unit.plugins.planner.planning.measured_jobs import measured_job
-from tests.unit.plugins.planner.planning.models import CPU, GPUS, model_of
+from tests.unit.plugins.planner.planning.measured_jobs import CPU, GPUS, measured_job, model_of
 
 
 def plan_of(job: Any, **options: Any) -> TrainingPlan:
     """Plan a job of the pool ``local`` on two cores."""
-    return plan_job(job, PlanOptions(**options), pool="local", cores=2)
+    return plan_job(job, pool="local", cores=2, **options)
 
 
 def on_gpus(*, samples: int = 2_000_000) -> LoggedJob:

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etrain_jupyter.errors import ConfigError, PoolError
-from etrain_jupyter.plugins.planner.simulation.line import (
-    SimulateOptions,
-    run_simulation,
-    simulate_text,
-)
+from etrain_jupyter.plugins.planner.simulation.line import run_simulation, simulate_text
+
+Options = dict[str, Any]
 
 POOLS = """
 spot:
@@ -31,17 +29,16 @@ lab:
 
 
 @pytest.fixture
-def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimulateOptions:
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Options:
     monkeypatch.setenv("ETRAIN_POOLS", str(tmp_path / "pools.yaml"))
     (tmp_path / "pools.yaml").write_text(POOLS)
     (tmp_path / "market.csv").write_text("seconds,capacity\n0,2\n36000,2\n")
-    return SimulateOptions(
-        trace=str(tmp_path / "market.csv"), work_s=3600.0, policies=("spot",), starts=1
-    )
+    trace = str(tmp_path / "market.csv")
+    return {"trace": trace, "work_s": 3600.0, "policies": ("spot",), "starts": 1}
 
 
-def test_pool_gives_workers_deadline_keep_and_price(options: SimulateOptions) -> None:
-    done, notes = run_simulation(dataclasses.replace(options, pool="spot"))
+def test_pool_gives_workers_deadline_keep_and_price(options: Options) -> None:
+    done, notes = run_simulation(**options, pool="spot")
 
     job = done.job
     assert (job.workers, job.deadline_s, job.keep) == (3, 7200.0, 0.2)
@@ -50,10 +47,10 @@ def test_pool_gives_workers_deadline_keep_and_price(options: SimulateOptions) ->
     assert "1.006 US dollars an hour for g5.xlarge (built-in table, us-east-1, 2025-06)" in notes[0]
 
 
-def test_other_policies_of_a_pool_with_a_deadline_ignore_it(options: SimulateOptions) -> None:
-    line = dataclasses.replace(options, pool="spot", policies=("spot", "on-demand", "deadline"))
+def test_other_policies_of_a_pool_with_a_deadline_ignore_it(options: Options) -> None:
+    options["policies"] = ("spot", "on-demand", "deadline")
 
-    done, _ = run_simulation(line)
+    done, _ = run_simulation(**options, pool="spot")
 
     # The trace has two machines for three workers.
     assert done["spot"].mean(lambda run: run.on_demand_hours) == 0.0
@@ -61,30 +58,22 @@ def test_other_policies_of_a_pool_with_a_deadline_ignore_it(options: SimulateOpt
     assert done["deadline"].late_share == 0.0
 
 
-def test_options_take_precedence_over_the_pool(options: SimulateOptions) -> None:
-    line = dataclasses.replace(
-        options,
-        pool="spot",
-        workers=2,
-        deadline_s=5400.0,
-        on_demand_usd=2.0,
-        spot_usd=0.5,
-        keep=1.0,
-    )
+def test_options_take_precedence_over_the_pool(options: Options) -> None:
+    given = {"workers": 2, "deadline_s": 5400.0, "on_demand_usd": 2.0, "spot_usd": 0.5, "keep": 1.0}
 
-    done, notes = run_simulation(line)
+    done, notes = run_simulation(**options, **given, pool="spot")
 
     job = done.job
     assert (job.workers, job.deadline_s, job.keep) == (2, 5400.0, 1.0)
     assert (job.on_demand_usd, job.spot_usd, notes) == (2.0, 0.5, [])
 
 
-def test_pool_without_a_known_price_needs_one_on_the_line(options: SimulateOptions) -> None:
+def test_pool_without_a_known_price_needs_one_on_the_line(options: Options) -> None:
     with pytest.raises(PoolError, match="is not in the built-in table"):
-        run_simulation(dataclasses.replace(options, pool="unknown"))
+        run_simulation(**options, pool="unknown")
 
-    given = dataclasses.replace(options, pool="unknown", on_demand_usd=9.0)
-    assert run_simulation(given)[0].job.on_demand_usd == 9.0
+    done, _ = run_simulation(**options, pool="unknown", on_demand_usd=9.0)
+    assert done.job.on_demand_usd == 9.0
 
 
 @pytest.mark.parametrize(
@@ -92,10 +81,10 @@ def test_pool_without_a_known_price_needs_one_on_the_line(options: SimulateOptio
     [("lab", "is of kind 'address', which has no spot machines"), ("sopt", "It defines spot,")],
 )
 def test_pool_that_cannot_be_simulated_is_refused(
-    options: SimulateOptions, pool: str, message: str
+    options: Options, pool: str, message: str
 ) -> None:
     with pytest.raises(PoolError, match=message):
-        run_simulation(dataclasses.replace(options, pool=pool))
+        run_simulation(**options, pool=pool)
 
 
 @pytest.mark.parametrize(
@@ -110,24 +99,22 @@ def test_pool_that_cannot_be_simulated_is_refused(
     ],
 )
 def test_value_outside_its_range_is_refused(
-    options: SimulateOptions, changes: dict[str, float], message: str
+    options: Options, changes: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        run_simulation(dataclasses.replace(options, **changes))
+        run_simulation(**options, **changes)
 
 
-def test_a_thousand_workers_are_simulated_on_a_scaled_trace(options: SimulateOptions) -> None:
-    line = dataclasses.replace(
-        options, workers=1000, scale=500, deadline_s=5400.0, policies=("deadline",)
-    )
+def test_a_thousand_workers_are_simulated_on_a_scaled_trace(options: Options) -> None:
+    options["policies"] = ("deadline",)
 
-    done, _ = run_simulation(line)
+    done, _ = run_simulation(**options, workers=1000, scale=500, deadline_s=5400.0)
 
     assert done.results[0].outcomes[0].mean_workers > 900
 
 
-def test_text_names_the_assumptions(options: SimulateOptions) -> None:
-    shown = simulate_text(options)
+def test_text_names_the_assumptions(options: Options) -> None:
+    shown = simulate_text(**options)
 
     assert "Costs are in hours of an on-demand machine" in shown
     assert "Assumed: a spot machine costs 30% of one on demand" in shown

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.plugins.planner.simulation.job import SimulatedJob
 from etrain_jupyter.plugins.planner.simulation.policies import Simulation, simulate, simulate_sizes
-from etrain_jupyter.plugins.planner.simulation.sizing import SIZINGS
-from etrain_jupyter.plugins.planner.simulation.speeds import VirtualSpeeds, ring_rates
+from etrain_jupyter.plugins.planner.simulation.sizing import SIZINGS, VirtualSpeeds, ring_rates
 from etrain_jupyter.plugins.planner.simulation.table import rows_of, table_of, to_dict
 from etrain_jupyter.plugins.planner.simulation.trace import Slot, SpotTrace
 from etrain_jupyter.rules.sizing.goodput import choose_size
