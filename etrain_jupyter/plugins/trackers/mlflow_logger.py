@@ -19,11 +19,13 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from etrain_jupyter.config.differences import flat_keys
 from etrain_jupyter.config.fields import Section
 from etrain_jupyter.errors import LoggerError
 from etrain_jupyter.log.events import JobStatus
 from etrain_jupyter.log.exhibits import Table
 from etrain_jupyter.log.loggers.base import Exhibit, LoggerEntry, Note, Record, RunInfo, Values
+from etrain_jupyter.plugins.trackers import as_logger_error
 
 JOB_TAG = "etrain.job_id"
 REVISION_TAG = "etrain.revision"
@@ -114,7 +116,7 @@ class MlflowLogger:
 
     def open(self, run: RunInfo) -> int:
         """Find or create the run of the job's revision; delete those of earlier revisions."""
-        with self._as_logger_error(), _environment():
+        with self._calling():
             _check_server(self._uri)
             from mlflow.tracking import MlflowClient
 
@@ -138,7 +140,7 @@ class MlflowLogger:
 
     def write(self, records: Sequence[Record]) -> None:
         """Write metrics and files, and then the tags that count and describe them."""
-        with self._as_logger_error(), _environment():
+        with self._calling():
             metrics = [one for record in records for one in self._metrics_of(record)]
             for part in _parts(metrics, MAX_METRICS):
                 self._client.log_batch(self._run_id, metrics=part)
@@ -161,7 +163,7 @@ class MlflowLogger:
     def close(self, status: JobStatus | None) -> None:
         """Set the final status of the run."""
         if status is not None and self._run_id:
-            with self._as_logger_error(), _environment():
+            with self._calling():
                 self._client.set_terminated(self._run_id, status=STATUSES[status])
 
     def _experiment_id(self) -> str:
@@ -242,14 +244,16 @@ class MlflowLogger:
         self._client.log_batch(self._run_id, tags=[RunTag(*one) for one in tags.items()])
 
     @contextlib.contextmanager
-    def _as_logger_error(self) -> Iterator[None]:
+    def _calling(self) -> Iterator[None]:
+        """Set defaults of MLflow while it is called; the notebook may use MLflow, too."""
+        added = {key: value for key, value in _ENVIRONMENT.items() if key not in os.environ}
+        os.environ.update(added)
         try:
-            yield
-        except LoggerError:
-            raise
-        # MLflow raises its own exceptions, those of its databases, of requests and of the disk.
-        except Exception as exc:
-            raise LoggerError(f"MLflow at {self._uri} failed: {_line_of(exc)}") from exc
+            with as_logger_error(f"MLflow at {self._uri}"):
+                yield
+        finally:
+            for key in added:
+                os.environ.pop(key, None)
 
 
 def params_of(config: Mapping[str, Any]) -> dict[str, str]:
@@ -258,10 +262,9 @@ def params_of(config: Mapping[str, Any]) -> dict[str, str]:
     >>> params_of({"model": "Net()", "optimizer": {"name": "Adam", "lr": 0.1}, "seed": None})
     {'model': 'Net()', 'optimizer.name': 'Adam', 'optimizer.lr': '0.1'}
     """
-    return {
-        _OTHER_CHARACTERS.sub("_", key): value[:MAX_PARAM_LENGTH]
-        for key, value in _flat(config, "")
-    }
+    known = {key: value for key, value in flat_keys(config) if value is not None}
+    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in known.items()}
+    return {_OTHER_CHARACTERS.sub("_", k): text[:MAX_PARAM_LENGTH] for k, text in texts.items()}
 
 
 def metric_key(tag: str) -> str:
@@ -271,14 +274,6 @@ def metric_key(tag: str) -> str:
     'train/top-5 ___'
     """
     return _OTHER_CHARACTERS.sub("_", tag)[:250]
-
-
-def _flat(data: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
 
 
 def _absolute(uri: str) -> str:
@@ -315,20 +310,3 @@ def _check_server(uri: str) -> None:
 
 def _parts(items: Sequence[Any], size: int) -> Iterable[list[Any]]:
     return (list(items[start : start + size]) for start in range(0, len(items), size))
-
-
-def _line_of(exc: Exception) -> str:
-    text = str(exc).strip() or type(exc).__name__
-    return text.splitlines()[0]
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Set defaults of MLflow while it is called; the notebook may use MLflow, too."""
-    added = {key: value for key, value in _ENVIRONMENT.items() if key not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for key in added:
-            os.environ.pop(key, None)

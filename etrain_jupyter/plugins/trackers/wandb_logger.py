@@ -9,22 +9,21 @@ Rows are numbered by ``Record.number``, so that W&B itself ignores a row it has 
 
 from __future__ import annotations
 
-import contextlib
 import html
 import io
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field
 
 from etrain_jupyter.config.fields import Section
-from etrain_jupyter.errors import LoggerError
 from etrain_jupyter.log.events import JobStatus
 from etrain_jupyter.log.exhibits import Table
 from etrain_jupyter.log.loggers.base import Exhibit, LoggerEntry, Note, Record, RunInfo, Values
+from etrain_jupyter.plugins.trackers import as_logger_error
 from etrain_jupyter.untrusted import plain_text
 
 STEP = "step"
@@ -104,7 +103,7 @@ class WandbLogger:
     def open(self, run: RunInfo) -> int:
         """Start or continue the run of the job's revision."""
         self._finish(None)
-        with _as_logger_error():
+        with as_logger_error("wandb"):
             import wandb
 
             run_id = run.job_id if not run.revision else f"{run.job_id}-{run.revision + 1}"
@@ -142,7 +141,7 @@ class WandbLogger:
 
     def write(self, records: Sequence[Record]) -> None:
         """Write one row per record."""
-        with _as_logger_error():
+        with as_logger_error("wandb"):
             for record in records:
                 values = self._values_of(record)
                 # The row is written even if it has no value, because numbers must not shift.
@@ -151,7 +150,7 @@ class WandbLogger:
 
     def drop_after(self, step: int, time: float) -> bool:
         """Return False: W&B cannot remove rows."""
-        with _as_logger_error():
+        with as_logger_error("wandb"):
             self._run.tags = (*(self._run.tags or ()), SUPERSEDED)
         return False
 
@@ -163,7 +162,7 @@ class WandbLogger:
         run, self._run = self._run, None
         if run is None:
             return
-        with _as_logger_error():
+        with as_logger_error("wandb"):
             if status is not None:
                 run.summary["status"] = status
             run.finish(exit_code=EXIT_CODES.get(status or "", 0))
@@ -223,15 +222,3 @@ def _init(**options: Any) -> Any:
         if wandb.run is None:
             wandb.teardown()
         raise
-
-
-@contextlib.contextmanager
-def _as_logger_error() -> Iterator[None]:
-    try:
-        yield
-    except LoggerError:
-        raise
-    # wandb raises exceptions of several packages, also of its service process.
-    except Exception as exc:
-        text = (str(exc).strip() or type(exc).__name__).splitlines()[0]
-        raise LoggerError(f"wandb failed: {text}") from exc

@@ -8,23 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import select
+import shlex
 import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from etrain_jupyter.plugins.slurm.commands import seconds_of
 from etrain_jupyter.plugins.slurm.head.script import format_walltime
 from etrain_jupyter.plugins.slurm.simulator.jobs import Job
-from etrain_jupyter.plugins.slurm.simulator.options import (
-    RefusedError,
-    parse_sbatch,
-    parse_scancel,
-    parse_squeue,
-)
-from etrain_jupyter.process.entry import die_with_keeper
+from etrain_jupyter.process.parent_pipe import die_with_keeper
 
 TICK_S = 0.02
+HEADER = "#SBATCH "
 FAILED = "sbatch: error: Batch job submission failed: "
 
 
@@ -66,13 +63,16 @@ class Controller:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run a command of SLURM, or a request of ``FakeSlurm``."""
-        command = request["command"]
+        command, out = request["command"], None
         try:
-            if self._is_down and command in ("sbatch", "squeue", "scancel"):
-                raise RefusedError(
-                    f"{command}: error: Unable to contact slurm controller (connect failure)"
-                )
-            out = getattr(self, f"_{command}")(request)
+            if command in ("sbatch", "squeue", "scancel"):
+                if self._is_down:
+                    raise RefusedError(
+                        f"{command}: error: Unable to contact slurm controller (connect failure)"
+                    )
+                out = getattr(self, f"_{command}")(request)
+            else:
+                out = getattr(self, f"_{command}")(*request["arguments"])
             return {"out": out, "err": "", "code": 0}
         except RefusedError as exc:
             return {"out": "", "err": f"{exc}\n", "code": 1}
@@ -154,37 +154,102 @@ class Controller:
 
     # --- what tests request ---
 
-    def _jobs_as_json(self, request: dict[str, Any]) -> str:
-        return json.dumps(
-            [
-                {
-                    "id": job.id,
-                    "name": job.name,
-                    "state": job.state,
-                    "script": job.script,
-                    "pid": job.process.pid if job.process is not None else 0,
-                    "num_restarts": job.num_restarts,
-                }
-                for job in self._jobs.values()
-            ]
-        )
+    def _list_jobs(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": job.id,
+                "name": job.name,
+                "state": job.state,
+                "script": job.script,
+                "pid": job.process.pid if job.process is not None else 0,
+                "num_restarts": job.num_restarts,
+            }
+            for job in self._jobs.values()
+        ]
 
-    def _preempt(self, request: dict[str, Any]) -> str:
-        id, grace_s, sends_signal = request["arguments"]
-        self._jobs[id].preempt(float(grace_s), sends_signal=sends_signal == "True")
-        return ""
+    def _preempt(self, id: str, grace_s: float, sends_signal: bool) -> None:
+        self._jobs[id].preempt(grace_s, sends_signal=sends_signal)
 
-    def _set_time_left(self, request: dict[str, Any]) -> str:
-        id, left_s = request["arguments"]
-        self._jobs[id].ends_at = time.monotonic() + float(left_s)
-        return ""
+    def _set_time_left(self, id: str, left_s: float) -> None:
+        self._jobs[id].ends_at = time.monotonic() + left_s
 
-    def _configure(self, request: dict[str, Any]) -> str:
-        changes = json.loads(request["arguments"][0])
-        self._refusal = changes.get("refusal", self._refusal)
-        self._is_down = changes.get("is_down", self._is_down)
-        self._num_nodes = changes.get("num_nodes", self._num_nodes)
-        return ""
+    def _configure(self, name: str, value: Any) -> None:
+        setattr(self, f"_{name}", value)
+
+
+# --- options ---
+
+
+class RefusedError(Exception):
+    """The command is invalid; the text is what SLURM prints."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser that raises instead of exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ``RefusedError``."""
+        raise RefusedError(f"{self.prog}: {message}")
+
+
+def parse_sbatch(arguments: Sequence[str]) -> tuple[argparse.Namespace, str]:
+    """Return the options of a job and the text of its script.
+
+    Options on the command line take precedence over those in the script.
+
+    Raises:
+        RefusedError: If an option is unknown.
+    """
+    *options, path = arguments
+    text = Path(path).read_text()
+    header = []
+    for line in text.splitlines():
+        if line.startswith(HEADER):
+            header += shlex.split(line.removeprefix(HEADER))
+        elif line.strip() and not line.startswith("#"):
+            break  # as sbatch does: directives after the first command are comments
+    return _sbatch_parser().parse_args([*header, *options]), text
+
+
+def _sbatch_parser() -> Parser:
+    parser = Parser(prog="sbatch", add_help=False, allow_abbrev=False)
+    for names in (
+        ("-J", "--job-name"),
+        ("-p", "--partition"),
+        ("-A", "--account"),
+        ("-e", "--error"),
+        ("-o", "--output"),
+        ("-n", "--ntasks"),
+        ("-c", "--cpus-per-task"),
+        ("--mem",),
+        ("--gres",),
+        ("--constraint",),
+        ("--signal",),
+    ):
+        parser.add_argument(*names)
+    parser.add_argument("-t", "--time", type=seconds_of, default=float("inf"))
+    parser.add_argument("--requeue", dest="requeue", action="store_true")
+    parser.add_argument("--no-requeue", dest="requeue", action="store_false")
+    return parser
+
+
+def parse_scancel(arguments: Sequence[str]) -> Any:
+    """Return signal and job ids of a scancel command."""
+    parser = Parser(prog="scancel", add_help=False)
+    parser.add_argument("-s", "--signal")
+    parser.add_argument("-b", "--batch", action="store_true")
+    parser.add_argument("-f", "--full", action="store_true")
+    parser.add_argument("jobs", nargs="+")
+    return parser.parse_args(arguments)
+
+
+def parse_squeue(arguments: Sequence[str]) -> Any:
+    """Return the format of a squeue command."""
+    parser = Parser(prog="squeue", add_help=False)
+    parser.add_argument("-h", "--noheader", action="store_true")
+    parser.add_argument("-u", "--user")
+    parser.add_argument("-o", "--format", default="%i|%j|%t|%L|%M|%N|%r")
+    return parser.parse_args(arguments)
 
 
 def serve(controller: Controller, path: Path) -> None:

@@ -16,8 +16,6 @@ from typing import BinaryIO
 
 import psutil
 
-from etrain_jupyter.plugins.slurm.simulator.options import parse_signal
-
 MARKER = "FAKE_SLURM"
 """Variable with the controller's folder: processes of a job have it, like those in a cgroup."""
 
@@ -169,6 +167,19 @@ class Job:
             self.state = {"PREEMPTION": "PR", "TIME LIMIT": "TO"}[self.end]
         else:
             self.state = "CD" if code == 0 else "CA" if self.state == "CG" else "F"
+
+
+def parse_signal(text: str | None) -> tuple[str, float, bool] | None:
+    """Return name, seconds before the time limit, and whether only the batch shell gets a signal.
+
+    >>> parse_signal("B:USR1@120")
+    ('USR1', 120.0, True)
+    """
+    if not text:
+        return None
+    flags, _, rest = text.rpartition(":")
+    name, _, seconds = rest.partition("@")
+    return name, float(seconds or 60), "B" in flags
 
 
 def processes_of(controller: str, job_id: str = "") -> list[psutil.Process]:

@@ -78,8 +78,7 @@ class FakeSlurm(Closing):
 
     def jobs(self) -> list[dict[str, Any]]:
         """Return all jobs, oldest first: id, name, state, script, pid and number of restarts."""
-        found: list[dict[str, Any]] = json.loads(self._ask("jobs_as_json"))
-        return found
+        return list(self._ask("list_jobs"))
 
     def running(self) -> list[dict[str, Any]]:
         """Return the running jobs, oldest first."""
@@ -94,11 +93,11 @@ class FakeSlurm(Closing):
             sends_signal: True for a SLURM with ``SlurmctldParameters=preempt_send_user_signal``,
                 which sends the signal of ``--signal`` at the beginning.
         """
-        self._ask("preempt", job_id, str(grace_s), str(sends_signal))
+        self._ask("preempt", job_id, grace_s, sends_signal)
 
     def set_time_left(self, job_id: str, left_s: float) -> None:
         """Change a running job's time limit, as ``scontrol update`` can."""
-        self._ask("set_time_left", job_id, str(left_s))
+        self._ask("set_time_left", job_id, left_s)
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job, as its user can."""
@@ -106,15 +105,15 @@ class FakeSlurm(Closing):
 
     def refuse(self, message: str) -> None:
         """Refuse new jobs with SLURM's message, for example ``Invalid account``; empty to stop."""
-        self._configure(refusal=message)
+        self._ask("configure", "refusal", message)
 
     def set_down(self, is_down: bool) -> None:
         """Let every command fail, as if the controller did not run; jobs keep running."""
-        self._configure(is_down=is_down)
+        self._ask("configure", "is_down", is_down)
 
     def set_nodes(self, num_nodes: int) -> None:
         """Change the number of jobs that run at the same time; running jobs keep running."""
-        self._configure(num_nodes=num_nodes)
+        self._ask("configure", "num_nodes", num_nodes)
 
     def close(self) -> None:
         """Kill the controller and all jobs, and remove the folder."""
@@ -127,16 +126,13 @@ class FakeSlurm(Closing):
                 process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _configure(self, **changes: Any) -> None:
-        self._ask("configure", json.dumps(changes))
-
-    def _ask(self, command: str, *arguments: str) -> str:
+    def _ask(self, command: str, *arguments: Any) -> Any:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(str(self.folder / "socket"))
-            request = {"command": command, "arguments": list(arguments)}
+            request = {"command": command, "arguments": arguments}
             connection.sendall(json.dumps(request).encode() + b"\n")
             with connection.makefile() as file:
                 answer = json.loads(file.read())
         if answer["code"]:
             raise RuntimeError(answer["err"])
-        return str(answer["out"])
+        return answer["out"]
