@@ -1,15 +1,19 @@
-"""Start and stop HTTP servers that simulate a cloud or a store."""
+"""Processes and HTTP servers of what simulates a cloud, a store or a batch system."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from socketserver import BaseServer
 from typing import Any, Self
+
+import psutil
 
 Environ = dict[str, Any]
 Response = tuple[str, list[tuple[str, str]], bytes]
@@ -60,6 +64,19 @@ def start_server(
             process.kill()
         raise RuntimeError(f"{what} did not start. See its output above for the reason.")
     return process, json.loads(line)
+
+
+def processes_with(*variables: str) -> list[psutil.Process]:
+    """Return this user's processes that have one of these ``NAME=value`` in their environment."""
+    # Do not search by process group or parent: programs may start new sessions.
+    wanted = {variable.encode() for variable in variables}
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError), open(f"/proc/{process.pid}/environ", "rb") as file:
+            is_other = process.pid == os.getpid() or os.fstat(file.fileno()).st_uid != os.getuid()
+            if not is_other and wanted & set(file.read().split(b"\0")):
+                found.append(process)
+    return found
 
 
 def call_wsgi(app: Wsgi, environ: Environ, body: bytes) -> Response:

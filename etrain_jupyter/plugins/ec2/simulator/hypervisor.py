@@ -24,9 +24,10 @@ from etrain_jupyter.plugins.ec2.simulator.backend import (
     InstanceFacts,
 )
 from etrain_jupyter.plugins.ec2.simulator.bill import InstanceRecord, Usage
-from etrain_jupyter.plugins.ec2.simulator.machine import SimulatedMachine, processes_of
+from etrain_jupyter.plugins.ec2.simulator.machine import MARKER, SimulatedMachine
 from etrain_jupyter.plugins.ec2.simulator.market import Market
 from etrain_jupyter.plugins.ec2.simulator.networks import SimulatedNetwork
+from etrain_jupyter.testing.serving import processes_with
 
 MAX_OFF_S = 60.0
 ENDED_STATES = ("terminated", "shutting-down", "stopped", "stopping")
@@ -305,8 +306,8 @@ class Hypervisor:
         # First let machines that have ended finish switching off, or they would count as strays.
         self.wait_until_off()
         guests = list(self._guests.values())
-        off = [one.usage.instance_id for one in guests if one.ended.is_set()]
-        processes = [str(process.pid) for process in processes_of(*off)] if off else []
+        off = [f"{MARKER}={one.usage.instance_id}" for one in guests if one.ended.is_set()]
+        processes = [str(process.pid) for process in processes_with(*off)] if off else []
         in_use = {one.machine.address for one in guests if not one.ended.is_set()}
         found = {"processes": processes, "cables": self._network.stray_cables(in_use)}
         return {kind: names for kind, names in found.items() if names}

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from etrain_jupyter.plugins.ec2.simulator.backend import InstanceFacts
 from etrain_jupyter.plugins.ec2.simulator.imds import ImdsServer, Page, instance_pages
 from etrain_jupyter.plugins.ec2.simulator.networks import SimulatedNetwork
 from etrain_jupyter.plugins.ec2.simulator.wire import ACCOUNT
+from etrain_jupyter.testing.serving import processes_with
 
 MARKER = "ETRAIN_FAKEAWS_INSTANCE"
 DISK = "disk"
@@ -220,7 +220,7 @@ class SimulatedMachine:
             process.wait()
             was_alive = False
         if not was_alive:
-            for one in processes_of(self.facts.instance_id):
+            for one in processes_with(f"{MARKER}={self.facts.instance_id}"):
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
 
@@ -228,15 +228,3 @@ class SimulatedMachine:
         """Wait until the machine is off, for whatever reason."""
         if self._process is not None:
             self._process.wait()
-
-
-def processes_of(*instance_ids: str) -> list[psutil.Process]:
-    """Return the processes of instances, found by the marker in their environment."""
-    # Do not search by process group or parent: programs on a machine may start new sessions.
-    wanted = {f"{MARKER}={instance_id}".encode() for instance_id in instance_ids}
-    found = []
-    for process in psutil.process_iter():
-        with suppress(OSError), open(f"/proc/{process.pid}/environ", "rb") as file:
-            if process.pid != os.getpid() and wanted & set(file.read().split(b"\0")):
-                found.append(process)
-    return found

@@ -19,7 +19,7 @@ from typing import Any
 
 from etrain_jupyter.plugins.ec2.simulator.machine import python_script
 from etrain_jupyter.plugins.ec2.simulator.networks import CABLE, SimulatedNetwork, make_network
-from etrain_jupyter.testing.serving import make_wsgi_server, serve_in_thread
+from etrain_jupyter.testing.serving import make_wsgi_server, processes_with, serve_in_thread
 
 END_S = 5.0
 """Timeout for ending the heads, in seconds."""
@@ -119,19 +119,12 @@ def end_heads_at(endpoint: str) -> None:
     def kill_again() -> bool:
         # Repeat, because a keeper may have restarted a head in the meantime.
         found = []
-        for process in psutil.process_iter():
+        for process in processes_with(f"AWS_ENDPOINT_URL={endpoint}"):
             with contextlib.suppress(psutil.Error, OSError):
-                is_other = process.uids().real != os.getuid()
-                if is_other or process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                known = process.environ()
                 # A local cluster only stores checkpoints there. Its jobs are not the cloud's.
-                is_local = known.get(MARKER, "local-").startswith("local-")
-                if not is_local and known.get("AWS_ENDPOINT_URL") == endpoint:
+                if not process.environ().get(MARKER, "local-").startswith("local-"):
                     found.append(process)
-        for process in found:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+                    process.kill()
         return not found
 
     wait_until(kill_again, timeout_s=END_S)

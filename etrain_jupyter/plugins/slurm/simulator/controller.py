@@ -257,6 +257,7 @@ def serve(controller: Controller, path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
         listener.listen(64)
+        print("{}", flush=True)  # for ``start_server``
         while True:
             if select.select([listener], [], [], TICK_S)[0]:
                 connection, _ = listener.accept()

@@ -16,6 +16,8 @@ from typing import BinaryIO
 
 import psutil
 
+from etrain_jupyter.testing.serving import processes_with
+
 MARKER = "FAKE_SLURM"
 """Variable with the controller's folder: processes of a job have it, like those in a cgroup."""
 
@@ -69,6 +71,7 @@ class Job:
         self._scripts.append(Path(path))
         environment = dict(self.environment) | {
             MARKER: self.controller,
+            f"{MARKER}_JOB": f"{self.controller}/{self.id}",
             "SLURM_JOB_ID": self.id,
             "SLURM_JOB_NAME": self.name,
             "SLURM_RESTART_COUNT": str(self.num_restarts),
@@ -149,7 +152,7 @@ class Job:
 
     def _send_to_all(self, number: signal.Signals) -> None:
         # Including processes in other sessions: SLURM tracks them by a cgroup or by their parents.
-        for process in processes_of(self.controller, self.id):
+        for process in processes_with(f"{MARKER}_JOB={self.controller}/{self.id}"):
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
 
@@ -180,18 +183,3 @@ def parse_signal(text: str | None) -> tuple[str, float, bool] | None:
     flags, _, rest = text.rpartition(":")
     name, _, seconds = rest.partition("@")
     return name, float(seconds or 60), "B" in flags
-
-
-def processes_of(controller: str, job_id: str = "") -> list[psutil.Process]:
-    """Return the processes of one job, or of all jobs of a controller."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            environment = process.environ()
-            if environment.get(MARKER) == controller and (
-                not job_id or environment.get("SLURM_JOB_ID") == job_id
-            ):
-                found.append(process)
-    return found

@@ -10,18 +10,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from etrain_jupyter.plugins.slurm.simulator.jobs import processes_of
-from etrain_jupyter.testing.serving import Closing
+from etrain_jupyter.plugins.slurm.simulator.jobs import MARKER
+from etrain_jupyter.testing.serving import Closing, processes_with, start_server
 
 COMMANDS = ("sbatch", "squeue", "scancel")
-START_S = 120.0
 
 
 class FakeSlurm(Closing):
@@ -54,22 +52,13 @@ class FakeSlurm(Closing):
             line = f'exec "{sys.executable}" -IS "{client}" "{self.folder}/socket" {name} "$@"'
             script.write_text(f"#!/bin/sh\n{line}\n")
             script.chmod(0o755)
-        with (self.folder / "controller.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "etrain_jupyter.plugins.slurm.simulator.controller"),
-                    *(str(self.folder), "--nodes", str(num_nodes)),
-                    *("--partitions", ",".join(partitions), "--kill-wait-s", str(kill_wait_s)),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-            )
-        deadline = time.monotonic() + START_S
-        while not (self.folder / "socket").exists():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError((self.folder / "controller.log").read_text())
-            time.sleep(0.02)
+        self._process, _ = start_server(
+            "The simulated SLURM",
+            "etrain_jupyter.plugins.slurm.simulator.controller",
+            *(str(self.folder), "--nodes", str(num_nodes), "--partitions", ",".join(partitions)),
+            *("--kill-wait-s", str(kill_wait_s)),
+            env=os.environ,
+        )
 
     @property
     def path(self) -> str:
@@ -117,11 +106,9 @@ class FakeSlurm(Closing):
 
     def close(self) -> None:
         """Kill the controller and all jobs, and remove the folder."""
-        assert self._process.stdin is not None
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
-        for process in processes_of(str(self.folder)):
+        with self._process:
+            self._process.kill()
+        for process in processes_with(f"{MARKER}={self.folder}"):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
