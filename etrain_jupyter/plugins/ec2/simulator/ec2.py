@@ -243,7 +243,21 @@ class Ec2:
                 continue
             if products and not any(name.startswith("Linux/UNIX") for name in products):
                 continue
-            rows += _price_rows(pool, self.market.history(pool), since, until)
+            for at, end, usd in self.market.periods(pool):
+                # Also the price in force at the start of the time span.
+                if (since is not None and end <= since) or (until is not None and at > until):
+                    continue
+                # A price that no test has set counts as one day old.
+                shown = time.time() - 86_400 if at == BEFORE else at
+                rows.append(
+                    {
+                        "instanceType": pool.instance_type,
+                        "productDescription": "Linux/UNIX",
+                        "spotPrice": f"{usd:.6f}",
+                        "timestamp": timestamp(shown),
+                        "availabilityZone": pool.zone,
+                    }
+                )
         # The newest price comes first, as in EC2's response.
         rows.sort(key=lambda row: (row["timestamp"], row["instanceType"]), reverse=True)
         return ec2_response(call.action, {"spotPriceHistorySet": rows, "nextToken": ""})
@@ -309,29 +323,6 @@ class Ec2:
                     if not len(instances):
                         reservations.remove(reservation)
         return response(200, ET.tostring(root), "text/xml")
-
-
-def _price_rows(
-    pool: CapacityPool, history: list[tuple[float, float]], since: float | None, until: float | None
-) -> list[dict[str, Any]]:
-    """Return the price changes in a time span, and the price in force at its start."""
-    rows = []
-    ends = [at for at, _ in history[1:]] + [float("inf")]
-    for (at, usd), end in zip(history, ends, strict=True):
-        if (since is not None and end <= since) or (until is not None and at > until):
-            continue
-        # A price that no test has set counts as one day old.
-        shown = time.time() - 86_400 if at == BEFORE else at
-        rows.append(
-            {
-                "instanceType": pool.instance_type,
-                "productDescription": "Linux/UNIX",
-                "spotPrice": f"{usd:.6f}",
-                "timestamp": timestamp(shown),
-                "availabilityZone": pool.zone,
-            }
-        )
-    return rows
 
 
 def _instant(text: str | None) -> float | None:

@@ -209,10 +209,11 @@ class Market:
         """Return the types with an on-demand price."""
         return sorted(self._on_demand_usd)
 
-    def history(self, pool: CapacityPool) -> list[tuple[float, float]]:
-        """Return a pool's (start, price) pairs, oldest first."""
+    def periods(self, pool: CapacityPool) -> list[tuple[float, float, float]]:
+        """Return a pool's prices, oldest first: from, until, price."""
         offer = self._offers.get(pool, _Offer())
-        return list(zip(offer.starts, offer.prices, strict=True))
+        ends = [*offer.starts[1:], float("inf")]
+        return list(zip(offer.starts, ends, offer.prices, strict=False))  # it may have no price
 
     def spot_usd(self, pool: CapacityPool, at: float) -> float | None:
         """Return the price per hour at an instant."""
@@ -227,14 +228,11 @@ class Market:
         """Return the cost of a machine between two instants, at the prices in force."""
         if lifecycle == "on-demand":
             return (end - start) / 3600 * (self.on_demand_usd(pool.instance_type) or 0.0)
-        # Sum over the prices: each holds until the next one, and only its overlap with the
-        # machine's time is charged.
-        total = 0.0
-        entries = self.history(pool)
-        ends = [at for at, _ in entries[1:]] + [float("inf")]
-        for (at, usd), until in zip(entries, ends, strict=True):
-            total += max(0.0, min(until, end) - max(at, start)) / 3600 * usd
-        return total
+        # Of each price, only the overlap with the machine's time is charged.
+        return sum(
+            max(0.0, min(until, end) - max(at, start)) / 3600 * usd
+            for at, until, usd in self.periods(pool)
+        )
 
     def score(self, pools: Iterable[CapacityPool], units: int) -> int:
         """Score the likelihood that these pools together meet a target, from 1 to 10."""

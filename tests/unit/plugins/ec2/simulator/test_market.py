@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from etrain_jupyter.plugins.ec2.simulator.market import (
@@ -158,7 +160,8 @@ def test_a_charge_follows_the_price_in_force() -> None:
 
     assert made.charge_usd(A5, "spot", 1800.0, 5400.0) == pytest.approx(0.5 * 1.0 + 0.5 * 2.0)
     assert made.charge_usd(A5, "on-demand", 0.0, 1800.0) == pytest.approx(2.0)
-    assert made.history(A5) == [(BEFORE, 1.0), (3600.0, 2.0)]
+    assert made.periods(A5) == [(BEFORE, 3600.0, 1.0), (3600.0, math.inf, 2.0)]
+    assert made.charge_usd(B5, "spot", 0.0, 1800.0) == 0.0
     assert (made.spot_usd(A5, 3599.0), made.spot_usd(A5, 3600.0)) == (1.0, 2.0)
 
 
