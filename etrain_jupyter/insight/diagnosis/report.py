@@ -229,7 +229,8 @@ def diagnose_job(job: Job, *, is_running: bool = False, cores: float = math.inf)
         fixed_s=measured.fixed_s,
     )
     verdict = doubt_exchange(verdict, measured.workers, writing_s=measured.saves.writing_s)
-    config = remedy = None
+    config: TrainConfig | None = None
+    remedy: Remedy | None = None
     with contextlib.suppress(ValidationError):  # a configuration of another version
         config = TrainConfig.model_validate(measured.config)
     if verdict.main is not None and config is not None:

@@ -53,7 +53,7 @@ def plan(
     Example:
         plan digits --deadline 2h --budget 20
     """
-    values = {"types": types, "workers": workers, "pool": pool, "trace": trace}
+    values: dict[str, Any] = {"types": types, "workers": workers, "pool": pool, "trace": trace}
     made = _make_plan(job, deadline=deadline, budget=budget, **values, store=surface.store)
     return surface.show_result(made)
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,14 @@ def _row_of(simulation: Simulation, result: PolicyResult) -> tuple[str, ...]:
         f"{result.mean(lambda one: one.mean_workers):.1f}",
         f"{result.mean(lambda one: one.num_changes):.0f}",
         *(
-            _hours(result.percentile(lambda one, job=job: one.job_finishes_s[job] / 3600, 0.5))
-            for job in range(len(simulation.jobs) if simulation.others else 0)
+            _hours(result.percentile(partial(_finish_h, number), 0.5))
+            for number in range(len(simulation.jobs) if simulation.others else 0)
         ),
     )
+
+
+def _finish_h(job: int, one: Outcome) -> float:
+    return one.job_finishes_s[job] / 3600
 
 
 def _hours(value: float) -> str:
