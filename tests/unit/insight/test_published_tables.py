@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,13 +26,13 @@ import pytest
 from etrain_jupyter.config.schema import BatchConfig
 from etrain_jupyter.insight.comparison import compare_jobs
 from etrain_jupyter.insight.curves import curves_of
-from etrain_jupyter.log import events as t
 from etrain_jupyter.plugins.planner.planning.line import plan_job
 from etrain_jupyter.plugins.planner.planning.measured import read_measured
 from etrain_jupyter.plugins.planner.planning.offers import MachineOffer, Market
 from etrain_jupyter.plugins.planner.planning.options import Option, estimates_of, options_of
 from etrain_jupyter.rules.learning_rate import LrSchedule
-from tests.unit.insight.logged_jobs import CONFIG, START, LoggedJob, logged_job
+from tests.unit.insight.logged_jobs import LoggedJob, logged_job
+from tests.unit.plugins.planner.planning.measured_jobs import measured_job
 
 Row = dict[str, Any]
 Rows = dict[str, Row]
@@ -78,34 +79,15 @@ def job_at(
     between_s: float = 0.0,
 ) -> LoggedJob:
     """Return a job that ran some steps at each of these numbers of workers and samples/s."""
-    common: dict[str, Any] = {"job_id": "net-00000000", "time": START - 60}
-    most = max(workers for workers, _ in rates)
-    job = LoggedJob("net-00000000", "net")
-    job.add(
-        t.JobSubmitted(**common, name="net", min_workers=1, max_workers=most, config=CONFIG),
-        *(t.WorkerJoined(**common, worker=f"w{n}", device="cuda", machine=V100, lifecycle="spot",
-                         usd_per_h=0.918) for n in range(most)),
-        t.JobPlanned(
-            **common, num_train_samples=samples, num_eval_samples=0, global_batch_size=batch,
-            steps_per_epoch=samples // batch, total_steps=samples // batch,
-            num_parameters=11_700_000, total_samples=samples, num_trained_parameters=11_700_000,
-        ),
+    step_s = {workers: batch / rate for workers, rate in rates}
+    model: Any = SimpleNamespace(
+        predict=lambda workers, _: SimpleNamespace(step_s=step_s[workers], exposed_s=0.0)
+    )
+    return measured_job(
+        model, [(workers, batch) for workers in step_s], machine=V100, device="cuda",
+        lifecycle="spot", usd_per_h=0.918, total_samples=samples, num_parameters=11_700_000,
+        status="finished", num_steps=num_steps, between_s=between_s,
     )  # fmt: skip
-    now = START
-    for generation, (workers, rate) in enumerate(rates, 1):
-        job.add(
-            t.GenerationFormed(
-                job_id=job.id, time=now, generation=generation, why="start", world_size=workers,
-                ranks=[f"w{number}" for number in range(workers)], step=0, backend="gloo",
-            )
-        )  # fmt: skip
-        phases = {"generation": generation, "compute_s": batch / rate}
-        job.add_steps(
-            num_steps=num_steps, batch=batch, workers=workers, step_s=batch / rate,
-            between_s=between_s, phases=phases, first_step=num_steps * generation, began_at=now,
-        )  # fmt: skip
-        now += num_steps * (batch / rate + between_s)
-    return job
 
 
 def options_at(

@@ -69,8 +69,10 @@ def measured_job(
     evaluation_share: float = 0.0,
     noise: tuple[float, float] | None = None,
     name: str = "net",
+    num_steps: int = NUM_STEPS,
+    between_s: float = 0.0,
 ) -> LoggedJob:
-    """Return a job that ran ``NUM_STEPS`` steps at each number of workers and samples per step.
+    """Return a job that ran some steps at each number of workers and samples per step.
 
     Args:
         model: The true step times.
@@ -88,6 +90,8 @@ def measured_job(
         evaluation_share: Time in evaluations, relative to the time in steps.
         noise: Variance of a worker's gradient and squared norm of the true one, if measured.
         name: Name of the job.
+        num_steps: Number of steps at each of them.
+        between_s: Time between two steps.
     """
     job_id = f"{name}-00000000"
     common: dict[str, Any] = {"job_id": job_id, "time": START - 60}
@@ -129,18 +133,18 @@ def measured_job(
             )
         )  # fmt: skip
         job.add_steps(
-            num_steps=NUM_STEPS, batch=samples, workers=workers, step_s=predicted.step_s,
-            phases=phases, first_step=step, began_at=now,
+            num_steps=num_steps, batch=samples, workers=workers, step_s=predicted.step_s,
+            between_s=between_s, phases=phases, first_step=step, began_at=now,
         )  # fmt: skip
-        step += NUM_STEPS
-        elapsed_s = NUM_STEPS * predicted.step_s
-        now += elapsed_s
+        step += num_steps
+        elapsed_s = num_steps * predicted.step_s
+        now += elapsed_s + num_steps * between_s
         job.add(
             t.RankTimed(
                 job_id=job_id, time=now, generation=generation, worker="w0", rank=0,
-                world_size=workers, step=step - 1, num_steps=NUM_STEPS, samples=samples * NUM_STEPS,
-                elapsed_s=elapsed_s, data_s=0.0, compute_s=phases["compute_s"] * NUM_STEPS,
-                communication_s=predicted.exposed_s * NUM_STEPS, optimizer_s=0.0,
+                world_size=workers, step=step - 1, num_steps=num_steps, samples=samples * num_steps,
+                elapsed_s=elapsed_s, data_s=0.0, compute_s=phases["compute_s"] * num_steps,
+                communication_s=predicted.exposed_s * num_steps, optimizer_s=0.0,
                 noise_variance=noise[0] if noise else None,
                 noise_square_norm=noise[1] if noise else None,
                 **(NOTHING_ELSE | {"evaluation_s": evaluation_share * elapsed_s}),
