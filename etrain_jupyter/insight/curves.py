@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -23,6 +23,16 @@ NAMES = {"world_size": "workers", "lr": "learning rate", "samples_per_s": "sampl
 """Names of columns in charts; the prefix ``eval_`` becomes a word."""
 MIN_RATIO = 1.05
 """Ratio of the numbers of workers below which they count as equal: they are means."""
+
+
+class Compared(Protocol):
+    """The part of a ``Comparison`` that its page and its figure show."""
+
+    runs: tuple[Run, ...]
+    labels: tuple[str, ...]
+    rows: list[dict[str, Any]]
+    notes: tuple[str, ...]
+    differences: dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)

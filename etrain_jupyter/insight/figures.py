@@ -14,6 +14,7 @@ from etrain_jupyter.errors import ConfigError
 from etrain_jupyter.insight.curves import (
     MAX_VALUE,
     STEPPED,
+    Compared,
     ScalingPoints,
     check_columns,
     curves_of,
@@ -36,8 +37,6 @@ from etrain_jupyter.log.events import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from etrain_jupyter.insight.comparison import Comparison
 
 MAX_LABELS = 12
 """Maximum number of marked workers for which the markers have labels."""
@@ -82,7 +81,7 @@ def plot_job(job: Job, over: str = "steps") -> Figure:
     return figure
 
 
-def plot_runs(compared: Comparison, over: Axis, columns: Sequence[str] | None = None) -> Figure:
+def plot_runs(compared: Compared, over: Axis, columns: Sequence[str] | None = None) -> Figure:
     """Return a figure with the curves of several jobs in the same axes.
 
     The charts are those of ``columns``; by default the loss, the evaluations and the workers,

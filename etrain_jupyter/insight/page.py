@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from etrain_jupyter.display.tables import (
 )
 from etrain_jupyter.insight.curves import (
     STEPPED,
+    Compared,
     available_axes,
     curves_of,
     default_columns,
@@ -31,9 +32,6 @@ from etrain_jupyter.insight.curves import (
 )
 from etrain_jupyter.insight.runs import Axis
 from etrain_jupyter.untrusted import plain_line
-
-if TYPE_CHECKING:
-    from etrain_jupyter.insight.comparison import Comparison
 
 IF_DIFFERENT = ("status", "device", "batch", "steps", "epochs", "saved_usd", "interruptions")
 """Columns that the text has only if the jobs differ in them, because lines are short."""
@@ -186,7 +184,7 @@ def short_value(value: str) -> str:
 # --- HTML ---
 
 
-def render_page(compared: Comparison) -> str:
+def render_page(compared: Compared) -> str:
     """Return one HTML page without scripts that loads nothing."""
     axes = available_axes(compared.runs)
     shown = "".join(f"#over-{axis}:checked~.{axis}{{display:flex}}" for axis in axes)
@@ -213,7 +211,7 @@ def render_page(compared: Comparison) -> str:
     )
 
 
-def render_cell(compared: Comparison) -> str:
+def render_cell(compared: Compared) -> str:
     """Return the output of a cell, as HTML that a sanitizer does not change."""
     # A sanitizer removes inline SVG, styles and inputs, but keeps images.
     charts = _charts(compared, "steps", MAX_CELL_CHARTS)
@@ -237,11 +235,11 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="scroll">{table}</div>'
 
 
-def _notes(compared: Comparison) -> str:
+def _notes(compared: Compared) -> str:
     return html_list(compared.notes, css_class="notes")
 
 
-def _differences(compared: Comparison, *, heading: str = "h2") -> str:
+def _differences(compared: Compared, *, heading: str = "h2") -> str:
     found = compared.differences
     if not found:
         return ""
@@ -250,7 +248,7 @@ def _differences(compared: Comparison, *, heading: str = "h2") -> str:
     return f'<{heading}>Differences between the cells</{heading}><div class="scroll">{table}</div>'
 
 
-def _charts(compared: Comparison, over: Axis, most: int) -> Iterator[str]:
+def _charts(compared: Compared, over: Axis, most: int) -> Iterator[str]:
     labels, runs = compared.labels, compared.runs
     for column in default_columns(runs)[:most]:
         curves = list(curves_of(labels, runs, column, over))
@@ -265,12 +263,12 @@ def _charts(compared: Comparison, over: Axis, most: int) -> Iterator[str]:
             )
 
 
-def _scaling(compared: Comparison) -> str:
+def _scaling(compared: Compared) -> str:
     charts = "".join(_scaling_charts(compared))
     return f'<h2>Scaling</h2><div class="charts scaling">{charts}</div>' if charts else ""
 
 
-def _scaling_charts(compared: Comparison) -> Iterator[str]:
+def _scaling_charts(compared: Compared) -> Iterator[str]:
     points = scaling_points(compared.runs, compared.rows)
     if not points:
         return
