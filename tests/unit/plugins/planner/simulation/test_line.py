@@ -59,7 +59,13 @@ def test_other_policies_of_a_pool_with_a_deadline_ignore_it(options: Options) ->
 
 
 def test_options_take_precedence_over_the_pool(options: Options) -> None:
-    given = {"workers": 2, "deadline_s": 5400.0, "on_demand_usd": 2.0, "spot_usd": 0.5, "keep": 1.0}
+    given: Options = {
+        "workers": 2,
+        "deadline_s": 5400.0,
+        "on_demand_usd": 2.0,
+        "spot_usd": 0.5,
+        "keep": 1.0,
+    }
 
     done, notes = run_simulation(**options, **given, pool="spot")
 
@@ -99,7 +105,7 @@ def test_pool_that_cannot_be_simulated_is_refused(
     ],
 )
 def test_value_outside_its_range_is_refused(
-    options: Options, changes: dict[str, float], message: str
+    options: Options, changes: Options, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         run_simulation(**options, **changes)
