@@ -25,9 +25,7 @@ from etrain_jupyter.plugins.planner.simulation.job import (
 )
 from etrain_jupyter.plugins.planner.simulation.market import VirtualNode
 from etrain_jupyter.rules.sizing.allocation import Claim, allocate
-from etrain_jupyter.rules.sizing.goodput import GoodputTerms, Size, choose_size
-from etrain_jupyter.rules.sizing.step_time import Placement, StepTimeModel, exchange_of
-from etrain_jupyter.rules.sizing.goodput import Rates
+from etrain_jupyter.rules.sizing.goodput import GoodputTerms, Rates, Size, choose_size
 from etrain_jupyter.rules.sizing.speed_evidence import (
     LEAST_S,
     LEAST_STEPS,
@@ -35,6 +33,7 @@ from etrain_jupyter.rules.sizing.speed_evidence import (
     SizingView,
     SpeedEvidence,
 )
+from etrain_jupyter.rules.sizing.step_time import Placement, StepTimeModel, exchange_of
 
 Sizing = Literal["fixed", "greedy", "goodput"]
 """Number of workers that a job takes:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from etrain_jupyter.plugins.slurm.commands import seconds_of
 from etrain_jupyter.plugins.slurm.head.script import format_walltime
 from etrain_jupyter.plugins.slurm.simulator.jobs import Job
-from etrain_jupyter.process.parent_pipe import die_with_keeper
+from etrain_jupyter.process.entry import die_with_keeper
 
 TICK_S = 0.02
 HEADER = "#SBATCH "
