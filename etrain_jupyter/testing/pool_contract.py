@@ -33,10 +33,10 @@ class PoolContract:
     """Timeout for a node to appear or disappear, in seconds."""
 
     starts_nodes = True
-    """Whether the pool starts nodes itself. False: the user or another system starts them."""
+    """True if the pool starts nodes itself; False if the user or another system starts them."""
 
     owns_cluster = True
-    """Whether ``down`` ends the cluster. False: the cluster existed before ``up``."""
+    """True if ``down`` ends the cluster; False if the cluster existed before ``up``."""
 
     @pytest.fixture
     def make_pool(self) -> Callable[[], Pool]:

@@ -6,8 +6,9 @@ import contextlib
 import os
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
-from etrain_jupyter.bundle.restore import OpenBundle
+from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.storage.checkpoints import open_store
 from etrain_jupyter.trainer.control.faults import FaultInjector
@@ -64,6 +65,14 @@ class JobBuilder:
         self._is_first = is_first
         self.workload: Workload | None = None
         """The job's workload; None until it is built."""
+
+    def open_bundle(self, config: TrainConfig) -> OpenBundle:
+        """Open the notebook's objects."""
+        bundle = open_bundle(Path(self._launch.bundle.path), digest=self._launch.bundle.digest)
+        # All trials of a search share a bundle; their expressions contain their own values.
+        bundle.references |= config.references()
+        bundle.install_sources()
+        return bundle
 
     def build(
         self, config: TrainConfig, bundle: OpenBundle, *, before: BuiltJob | None

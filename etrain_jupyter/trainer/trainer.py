@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, assert_never
 
-from etrain_jupyter.bundle.restore import OpenBundle, open_bundle
+from etrain_jupyter.bundle.restore import OpenBundle
 from etrain_jupyter.config.schema import TrainConfig
 from etrain_jupyter.rules.membership.stimuli import NO_PROGRESS
 from etrain_jupyter.trainer.build import BuiltJob, JobBuilder, hello_of
@@ -151,11 +151,7 @@ class Trainer:
         if folder and Path(folder).is_dir():
             os.chdir(folder)
             sys.path.insert(0, folder)
-        bundle = self._launch.bundle
-        self._bundle = open_bundle(Path(bundle.path), digest=bundle.digest)
-        # All trials of a search share a bundle; their expressions contain their own values.
-        self._bundle.references |= self._config.references()
-        self._bundle.install_sources()
+        self._bundle = self._builder.open_bundle(self._config)
         self._build()
         self._faults.at("warm", rank=self._number, step=0)
         self._beat()

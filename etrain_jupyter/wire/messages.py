@@ -558,7 +558,7 @@ class TrainerSummary(Message):
     hello: TrainerHello | None = None
     """Its hello; None until it is warm."""
     left: GenerationLeft | UserCodeFailed | None = None
-    """How it left that generation; None while it is still in it."""
+    """Reason for which it left that generation; None while it is still in it."""
     progress: Progress = (-1, 0)
     """Progress in that report."""
     ended_with: int = 0

@@ -110,7 +110,7 @@ class TrainerStatus:
     """The newest generation that it was instructed to join; 0 if none."""
     hello: TrainerHello | None = None
     left: GenerationLeft | UserCodeFailed | None = None
-    """How it left that generation, or why the notebook's code failed in it."""
+    """Report that it left that generation, or that the notebook's code failed in it."""
     progress: Progress = (-1, 0)
     """Progress in that report."""
     ended_with: int = 0

@@ -12,7 +12,6 @@ from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 
-from etrain_jupyter import plugin
 from etrain_jupyter.head.coordinator import clock
 from etrain_jupyter.head.coordinator.bundles import HeadBundles
 from etrain_jupyter.head.coordinator.defects import Defects
@@ -24,7 +23,7 @@ from etrain_jupyter.head.coordinator.nodes import JobProgress, NodeCost, NodeSou
 from etrain_jupyter.head.coordinator.notices import Notices
 from etrain_jupyter.head.coordinator.requests import JobRequests
 from etrain_jupyter.head.coordinator.roster import MachineFacts, WorkerRoster
-from etrain_jupyter.head.coordinator.services import Handler, Service
+from etrain_jupyter.head.coordinator.services import Handler, load_services
 from etrain_jupyter.head.coordinator.sharing import Sharing
 from etrain_jupyter.head.coordinator.supervisors import Acknowledgements, Supervisors
 from etrain_jupyter.head.interfaces import HeadCoordinator
@@ -84,9 +83,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._machines = MachineFacts(nodes, self._workers)
         self._supervisors = Supervisors(self._workers, self._acknowledgements, self.warn)
         self._jobs = HostedJobs(self._host, records, self._defects)
-        self._services: list[Service] = [
-            plugin.load(one.service)(self) for one in plugin.installed().values() if one.service
-        ]
+        self._services = load_services(self)
         active = self._jobs.active
         self._sharing = Sharing(nodes, self._workers, active, services=self._services)
         self._notices = Notices(self._workers, active, self.allocate, nodes)

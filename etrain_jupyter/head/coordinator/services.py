@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from etrain_jupyter import plugin
 from etrain_jupyter.head.jobs.hosted_job import HostedJob
 from etrain_jupyter.head.jobs.job_spec import JobSpec
 from etrain_jupyter.log.events import Event
 from etrain_jupyter.rules.sizing.allocation import Claim
 from etrain_jupyter.wire.requests import Request
+
+logger = logging.getLogger(__name__)
 
 Handler = Callable[[Any], Awaitable[Any]]
 """Handler for one kind of kernel request."""
@@ -67,3 +71,18 @@ class Service(Protocol):
 
     async def close(self) -> None:
         """Wait until everything is stored. Called as the scheduler closes."""
+
+
+def load_services(host: ServiceHost) -> list[Service]:
+    """Return the services of the installed plug-ins.
+
+    A service that cannot be loaded is left out: jobs must not depend on it.
+    """
+    services = []
+    for name, one in plugin.installed().items():
+        try:
+            if one.service:
+                services.append(plugin.load(one.service)(host))
+        except Exception:  # of another package
+            logger.exception("the service of the plug-in '%s' is not used", name)
+    return services

@@ -54,7 +54,7 @@ class JobSpec:
     pool_s: float = 0.0
     """Seconds until the scheduler of its pool responded, which includes its start; 0 if unknown."""
     notes: list[str] = field(default_factory=list)
-    """What the kernel printed about the cell, for the log."""
+    """Text that the kernel printed about the cell, for the log."""
 
     @property
     def log_path(self) -> Path:

@@ -196,7 +196,7 @@ def cell_parser(
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """How a parameter is spelled on the line, in addition to its name and type."""
+    """Spelling of a parameter on the line, in addition to its name and type."""
 
     flags: tuple[str, ...] = ()
     """Other spellings: a short flag such as ``-o``, or an alias such as ``--workers``."""

@@ -25,7 +25,7 @@ POLL_EVERY_S = 20.0
 MAX_STUDIES = 16
 """Maximum number of studies; the ones that changed last are sent."""
 WATCHED_S = 120.0
-"""How long a ``watch`` is valid; a page in the background repeats it only once per minute."""
+"""Lifetime of a ``watch`` in seconds; a page in the background repeats it once per minute."""
 MAX_CURVE_POINTS = 48
 """Maximum points in the sparkline: at least one per pixel."""
 LONG_FIELDS = ("workers", "events", "markers")

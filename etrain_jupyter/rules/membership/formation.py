@@ -99,7 +99,7 @@ def _announce_if_due(turn: Turn) -> None:
     stays = [m for m in ranked if not m.leaving]
     newcomers = _admissible(turn)
     leaves = [m for m in ranked if m.leaving]
-    # Which leaving ranks go now depends on the members that would remain. With one worker:
+    # The members that would remain decide which leaving ranks go now. With one worker:
     #
     #   notice -> background checkpoint -> ... trains on ... -> save_at -> change -> report
     #          -> last checkpoint (``_save_before_it_is_gone``) -> release -> interruption

@@ -24,7 +24,7 @@ def ignore_progress(num_bytes: int) -> None:
     """Do nothing."""
 
 
-# What each call leaves in the store, and what readers see if the writer crashes after it:
+# Each call, its result in the store, and the view of readers if the writer crashes after it:
 #
 #   begin(1200)        checkpoints/step_00001200/              an empty folder; no checkpoint
 #   put_part ...       .../model.safetensors, verified         parts without a manifest; none

@@ -20,7 +20,7 @@ Pair = tuple[End, End]
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """How the listed connections differ from exactly one connection per pair of ranks."""
+    """Difference between the listed connections and exactly one connection per pair of ranks."""
 
     unknown: tuple[tuple[int, Pair], ...]
     """Connections that no other rank lists from the other end, each with the rank that lists it."""

@@ -1,4 +1,4 @@
-"""What moto's CloudFormation lacks: events of resources, failures, and changes of IAM resources.
+"""Parts that moto's CloudFormation lacks: events, failures, and changes of IAM resources.
 
 moto raises the error of a resource to the caller. CloudFormation instead records it as an event,
 and removes what it has created (``OnFailure=DELETE``). Call ``teach_moto`` before the first

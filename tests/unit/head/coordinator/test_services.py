@@ -79,3 +79,13 @@ async def test_service_is_called_with_the_events_of_all_jobs_until_the_scheduler
     await rig.coordinator.close()
 
     assert service.calls == [tmp_path, ("j", 1), "start", "the budget is used up", "close"]
+
+
+def test_jobs_do_not_need_a_service_that_cannot_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = plugin.Plugin(service="no.such.module:Service")
+    monkeypatch.setattr(plugin, "installed", lambda: {"acme": broken})
+
+    assert Rig(tmp_path, monkeypatch).coordinator._services == []
+    assert "'acme'" in caplog.text
