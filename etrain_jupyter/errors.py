@@ -60,7 +60,7 @@ def _frames_of_caller(trace: TracebackType | None) -> list[str]:
 
 def _place_of(filename: str) -> str:
     """Return ``Cell In[3]`` for a cell, or the file's name otherwise."""
-    ipython = sys.modules.get("IPython")  # not imported: a script may run without it
+    ipython = sys.modules.get("IPython")  # not imported, because a script may run without it
     shell = ipython.get_ipython() if ipython else None
     # A private dict of IPython that maps the file name of a cell to its execution count.
     numbers = getattr(getattr(shell, "compile", None), "_filename_map", {})

@@ -52,7 +52,7 @@ def plan_job(parsed: ParsedJob, notebook: Mapping[str, Any], *, cell: str = "") 
 
 
 def _size_of(model: Any) -> str:
-    # A class or a function builds its model on the workers, and the job's log has its size.
+    # A class or function builds its model on the workers; the job's log then has the size.
     if isinstance(model, type) or not (
         hasattr(model, "state_dict") and hasattr(model, "parameters")
     ):
@@ -66,7 +66,7 @@ def _size_of(model: Any) -> str:
 
 
 def submit(plan: Plan) -> TrainingJob:
-    """Start the pool if necessary, submit the job, and warn if the cell's previous job trains."""
+    """Start the pool if needed, submit the job, and warn if the cell's last job still runs."""
     plan.print_warnings()
     started_at = time.monotonic()
     address = plan.start_pool()

@@ -1,4 +1,4 @@
-"""Plug-ins: what pools, sub-commands, loggers and checks a package adds to the core.
+"""Plug-ins: the pools, sub-commands, loggers and checks that a package adds to the core.
 
 The core does not know any plug-in by name. It finds them by their entry points, those of this
 package as well as those of other packages::
@@ -32,25 +32,25 @@ class PoolKind:
     """A kind of pool, which an entry of ``pools.yaml`` names as its ``kind``."""
 
     make: str
-    """Reference to a function of a ``PoolEntry`` that returns a ``Pool``. It starts nothing."""
+    """Reference to a function that turns a ``PoolEntry`` into a ``Pool`` without starting it."""
     prefix: str = ""
     """Prefix of the ids of its clusters, if their folders are in the user's state directory."""
     of_cluster: str = ""
-    """Reference to a function of a ``ClusterDir`` that returns its ``Pool``; required with
+    """Reference to a function that takes a ``ClusterDir`` and returns its ``Pool``; required with
     ``prefix``."""
     address_of: str = ""
-    """Reference to a function of a ``ClusterDir`` that returns the ``SchedulerAddress`` of a
-    scheduler on another machine, or None."""
+    """Reference to a function that takes a ``ClusterDir`` and returns the ``SchedulerAddress`` of
+    a scheduler on another machine, or None."""
     down_s: float = 0.0
     """Minimum timeout of ``%etrain down`` in seconds."""
     check: str = ""
-    """Reference to a function of the ``PoolEntry`` objects of this kind that yields a ``Finding``
-    for each check of ``%etrain doctor``. It sends no request."""
+    """Reference to a function that takes the ``PoolEntry`` objects of this kind and yields a
+    ``Finding`` for each check of ``%etrain doctor``. It sends no request."""
     find: str = ""
-    """Reference to a function of a region or None that describes the machines of all clusters of
-    this kind in the user's account, as text for ``%etrain ls --all``."""
+    """Reference to a function that takes a region or None and describes the machines of all
+    clusters of this kind in the user's account, as text for ``%etrain ls --all``."""
     check_all: str = ""
-    """Reference to a function like ``find`` that yields a ``Finding`` per cluster."""
+    """Reference to a function that takes the same and yields a ``Finding`` per cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +58,14 @@ class Command:
     """A sub-command of ``%etrain``; its name is that of its function."""
 
     run: str
-    """Reference to a function of a ``Surface`` and the arguments, see ``notebook.commands``."""
+    """Reference to a function that takes a ``Surface`` and arguments; see ``notebook.commands``."""
     after: str = ""
-    """The sub-command that it follows in the help; by default, it is the last one."""
+    """The sub-command that this one follows in the help; by default, this one is the last."""
     group: str = ""
-    """Sub-command that it belongs to, such as ``pools`` for ``pools init``."""
+    """Sub-command that this one belongs to, such as ``pools`` for ``pools init``."""
     cell: str = ""
-    """Reference to a function for ``%%etrain NAME``, of a ``CellSurface``, the line, the body and
-    the arguments; empty if the sub-command does not accept a body."""
+    """Reference to a function for ``%%etrain NAME`` that takes a ``CellSurface``, the line, the
+    body and the arguments; empty if the sub-command does not accept a body."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +73,15 @@ class CellCommand:
     """A command for the first line of a cell only, with a body like that of ``distributed``."""
 
     run: str
-    """Reference to a function of a ``CellSurface``, the parsed options, the line and the body."""
+    """Reference to a function that takes a ``CellSurface``, parsed options, line and body."""
     parser: str
-    """Reference to a function that returns the ``Parser`` of its line."""
+    """Reference to a function that returns the ``Parser`` of the command's line."""
     help: str
     """Reference to a function that returns the text of ``--help``."""
     summary: str
-    """Its meaning, for the list of sub-commands."""
+    """Short description, for the list of sub-commands."""
     group: str
-    """Reference to the ``ExtraGroup`` of keys of its body, see ``config.keys``."""
+    """Reference to the ``ExtraGroup`` of keys of the body; see ``config.keys``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +89,13 @@ class Plugin:
     """Extensions of the core by one plug-in."""
 
     pools: Mapping[str, PoolKind] = field(default_factory=dict)
-    """By ``kind``."""
+    """Kinds of pools, by ``kind``."""
     commands: tuple[Command, ...] = ()
     cells: Mapping[str, CellCommand] = field(default_factory=dict)
-    """By name, which is also the key of its group in the body."""
+    """Cell commands by name, which is also the key of the command's group in the body."""
     service: str = ""
-    """Reference to a function of a ``ServiceHost`` that returns a ``Service``, which runs in the
-    scheduler's process next to the jobs; see ``head.coordinator.services``."""
+    """Reference to a function that takes a ``ServiceHost`` and returns a ``Service``, which runs in
+    the scheduler's process next to the jobs; see ``head.coordinator.services``."""
     words: str = ""
     """Reference to a mapping from the name of an argument of its commands to the accepted words,
     for completion."""
@@ -104,7 +104,7 @@ class Plugin:
     loggers: Mapping[str, str] = field(default_factory=dict)
     """Classes of loggers, by the name that ``log.to`` accepts."""
     notices: str = ""
-    """Reference to a function that starts to watch for notices about the worker's machine, see
+    """Reference to a function that starts to watch for notices about the worker's machine; see
     ``worker.preemption_watch``."""
 
 

@@ -109,7 +109,7 @@ def read_regular(
         OSError: If it cannot be read or is larger than ``most_bytes``.
     """
     with open_regular(path, follow=follow) as file:
-        # Limit the read instead of checking the size first: the file may be growing.
+        # Limit the read instead of checking the size first, because the file may be growing.
         data = file.read(-1 if most_bytes is None else most_bytes + 1)
     if most_bytes is not None and len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes:,} bytes", str(path))
@@ -142,7 +142,7 @@ class FolderState(NamedTuple):
 
     inode: int
     writers: frozenset[str]
-    """Its owner, and whether it is a link or writable by the group or by others."""
+    """The owner, and whether the folder is a link or writable by the group or by others."""
 
     def may_be_planted(self, before: FolderState) -> bool:
         """Return True if another user may have put this folder in the place of ``before``."""

@@ -68,7 +68,7 @@ class Bundle:
     digest: str
     """SHA-256 of all bytes, hexadecimal."""
     parts: tuple[Part, ...]
-    """The bytes. Those of arrays and tensors are the notebook's own memory."""
+    """The bytes; those of arrays and tensors are in the notebook's own memory."""
     sizes: dict[str, int]
     """Bytes added by each captured name. Shared objects count for the first name only."""
     warnings: tuple[str, ...] = ()
@@ -216,8 +216,8 @@ def _header_bytes(header: Mapping[str, Any]) -> bytes:
 
 
 def _names_of_data(references: Mapping[str, str]) -> set[str]:
-    # Names whose values are compared on resume. These are only data sets: the weights of a model
-    # come from the checkpoint, so a model object may differ.
+    # Names whose values are compared on resume. These are only data sets, because the weights of a
+    # model come from the checkpoint: a model object may differ.
     return {
         name
         for key, text in references.items()

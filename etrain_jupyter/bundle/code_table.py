@@ -75,8 +75,9 @@ def tabulate(
 ) -> CodeTable:
     """Compute the table for the objects that a pickler has recorded.
 
-    Codes and classes are those that are pickled by value; functions, all that were pickled.
-    ``names`` are the captured objects by the name that the references use; ``data``, digests.
+    ``codes`` and ``classes`` are pickled by value; ``functions`` are all that were pickled.
+    ``names`` has the captured objects by the name that the references use, and ``data`` has
+    digests.
     """
     # List outer functions only: the source of a nested function is part of its outer function.
     known = list(dict.fromkeys(codes))

@@ -84,7 +84,7 @@ class BundlePickler(cloudpickle.Pickler):  # type: ignore[misc]
         # The library that defines the object has already imported pyarrow.
         from etrain_jupyter.data.hugging_face import num_bytes_of, reduce_dataset
 
-        # Checked first: its rows would be copied into memory.
+        # Check the size first, because pickling copies the rows into memory.
         if (size := num_bytes_of(dataset)) > MAX_BYTES:
             raise RefusedError(refusal_of_dataset(size, MAX_BYTES))
         return reduce_dataset(dataset)

@@ -181,7 +181,7 @@ def _shown_frames(trace: TracebackType | None, cells: Mapping[str, CellSource]) 
     if not user_frames:
         return [*frames]
     # user frame                  shown; beyond MAX_USER_FRAMES, the middle is replaced by a number
-    # library between them        hidden: torch.nn.Module.__call__ and the like
+    # library between them        hidden: torch.nn.Module.__call__ and similar frames
     # library below the last      the last MAX_LIBRARY_FRAMES, where the exception was raised
     shown: list[Frame] = [frames[i] for i in user_frames]
     if len(shown) > MAX_USER_FRAMES:

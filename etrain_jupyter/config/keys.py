@@ -84,7 +84,7 @@ class ExtraGroup:
     """
 
     section: type[Section]
-    """Its other keys."""
+    """The other keys of the group."""
     names: KeyPath
     """Path of the group of names."""
     named: type[Section]
@@ -92,9 +92,9 @@ class ExtraGroup:
     describe: Callable[[KeyPath], KeyHelp | None]
     """Describes the group, the group of names, and a name in it; None for any other key."""
     forms: tuple[str, ...] = ()
-    """Beginnings of the value of a name, for completion."""
+    """Completions for the beginning of a name's value."""
     answers: Mapping[str, str] = field(default_factory=dict)
-    """Hints by the lower-case keys that other tools have instead."""
+    """Hints for keys of other tools, by their names in lower case."""
 
 
 def extra_group(path: KeyPath) -> ExtraGroup | None:
@@ -152,7 +152,7 @@ def field_at(path: KeyPath) -> FieldInfo | None:
 def keys_at(path: KeyPath, given: Mapping[str, str], *, top: Mapping[str, Any]) -> list[str]:
     """Return the keys that may still be added to a group, in schema order.
 
-    ``given`` has the group's keys and ``top`` those of the body, with their text or their keys.
+    ``given`` maps the group's keys to their text; ``top`` maps those of the body to text or keys.
     """
     group = group_at(path)
     if group is None:

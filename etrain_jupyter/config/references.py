@@ -345,7 +345,7 @@ def check_call(key: str, name: str, value: Any, fault: Callable[[str, str], Exce
     A key that is not called and an object without a known signature always pass.
     """
     wanted = _ARGUMENTS.get("metrics" if key.startswith("metrics.") else key)
-    # Of a class such as nn.CrossEntropyLoss, an instance is called.
+    # For a class such as nn.CrossEntropyLoss, the job calls an instance.
     if wanted is None or (isinstance(value, type) and key not in ("optimizer", "data.collate")):
         return
     if not isinstance(value, type) and hasattr(value, "state_dict"):

@@ -33,7 +33,7 @@ DEFAULT_LR = {
 """Available optimizers, with torch's default learning rates."""
 
 EXTRA_LR = {"LAMB": 0.001, "LARS": 0.001}
-"""Optimizers of the optional package pytorch-optimizer, with its default learning rates."""
+"""Optimizers of the optional pytorch-optimizer package, with its default learning rates."""
 
 NAMED_LR = DEFAULT_LR | EXTRA_LR
 """All available optimizers."""
@@ -50,7 +50,7 @@ ELEMENTWISE = frozenset(
         *("Rprop", "SGD"),
     )
 )
-"""Optimizers that update each element by itself, so that ``shard`` can divide their state."""
+"""Optimizers that update each element separately, so that ``shard`` can divide their state."""
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 OTHER_PRECISIONS = {
@@ -134,8 +134,8 @@ def keys_of_other_tools(part: str) -> Mapping[str, str]:
 def known_elsewhere(path: Sequence[str]) -> str:
     """Return the hint for a key of another tool; empty if the key is unknown.
 
-    A key in a group, such as ``data.batch_size``, may have its own hint. Otherwise it has that of
-    the top level.
+    A key in a group, such as ``data.batch_size``, may have its own hint. Otherwise the hint for the
+    same key at the top level applies.
     """
     known, key = keys_of_other_tools("cell"), str(path[-1]).replace("-", "_").lower()
     return known.get(".".join([*path[:-1], key])) or known.get(key, "")

@@ -286,7 +286,7 @@ class _NodeReader:
 
 
 class ExpressionError(Exception):
-    """The expression of a ``!py`` is invalid or has raised, which is the cause of this error."""
+    """A ``!py`` expression is invalid, or raised the exception that is the cause of this one."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)

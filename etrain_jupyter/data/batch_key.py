@@ -26,7 +26,7 @@ class BatchKey:
     epoch: int
     """From 0; ``EVALUATION`` for samples of ``data.eval``."""
     samples: tuple[int, ...]
-    """Their numbers in the data set, in the order of the batch."""
+    """The samples' numbers in the data set, in the order of the batch."""
 
     def generators(self, purpose: int = 0) -> Iterator[np.random.Generator]:
         """Yield a random generator for each sample: a function of seed, epoch and sample.

@@ -1,4 +1,4 @@
-"""Arrow columns as NumPy arrays and Python values, always copies that may be written to."""
+"""Convert Arrow columns to NumPy arrays and Python values, always as writable copies."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ValueView:
     def __getitem__(self, rows: NDArray[np.int64]) -> list[Any]:
         """Return copies of some rows."""
         values = self._values
-        # A Python integer is a faster bound of a slice than one of NumPy.
+        # Python integers are faster slice bounds than NumPy integers.
         bounds = zip(self._offsets[rows].tolist(), self._offsets[rows + 1].tolist(), strict=True)
         if self._is_text:
             return [str(values[first:end], "utf-8") for first, end in bounds]
@@ -137,7 +137,7 @@ def rows_of(columns: Mapping[str, Column], num_rows: int) -> list[dict[str, Any]
 
 
 def column_of(name: str, array: pa.Array | pa.ChunkedArray) -> Column:
-    """Return one column, see ``columns_of``."""
+    """Return one column; see ``columns_of``."""
     if isinstance(array, pa.ChunkedArray):
         array = pa.concat_arrays(array.chunks) if array.num_chunks else pa.array([], array.type)
     kind = array.type
@@ -197,7 +197,7 @@ def has_offsets(kind: pa.DataType) -> bool:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Return True for lists, also of a fixed size."""
+    """Return True for lists, including those of a fixed size."""
     return bool(
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )

@@ -86,7 +86,7 @@ class DiskCache:
                     self._report(exc)
                 return data
         except OSError as exc:
-            # Of a lock file; an error of ``fetch`` is a ShardError.
+            # The error is from a lock file: ``fetch`` raises ShardError.
             self._report(exc)
             return fetch()
 

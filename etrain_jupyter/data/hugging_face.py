@@ -21,8 +21,8 @@ def num_bytes_of(dataset: Any) -> int:
 def reduce_dataset(dataset: Any) -> tuple[Any, ...]:
     """Return the reduction of a data set with its rows, for pickle.
 
-    Its own reduction has the paths of its files instead, which other machines do not have, and all
-    rows of its table even if only some are selected.
+    Its own reduction has the paths of its files instead, and all rows of its table even if only
+    some are selected. Other machines do not have these files.
     """
     form = dataset.format
     if form["columns"] == dataset.column_names:

@@ -70,8 +70,8 @@ class ShardIndex:
     def digest(self) -> str:
         """Digest of the set's content, hexadecimal: equal for copies in different places.
 
-        Without digests of the blocks, the digest of their sizes, followed by that of the files'
-        fingerprints.
+        If the blocks have no digests, it is the digest of their sizes, followed by that of the
+        files' fingerprints.
         """
         content = self._to_json()
         content["files"] = [file.size for file in self.files]

@@ -64,7 +64,7 @@ def _files_of(place: Place, listed: dict[str, FileFacts]) -> tuple[str, list[Sha
         return "arrow", _files_of_hugging_face(place, listed)
     found: dict[str, list[ShardFile]] = {}
     for name, facts in sorted(listed.items()):
-        # As other readers do: _SUCCESS, _metadata, .crc and the like are not data.
+        # Skip _SUCCESS, _metadata, .crc and similar files, as other readers do: they are not data.
         if any(part.startswith(("_", ".")) for part in name.split("/")):
             continue
         kind = _SUFFIXES.get(Path(name).suffix.lower())
@@ -98,7 +98,7 @@ def _files_of_hugging_face(place: Place, listed: dict[str, FileFacts]) -> list[S
 
 
 def _cached(cache: Path | None, identity: list[Any], build: Callable[[], ShardIndex]) -> ShardIndex:
-    # The ranks of a machine open the same set, and JSON lines are read once to index them.
+    # The ranks of a machine open the same set, and indexing JSON lines reads all files.
     if cache is None:
         return build()
     path = cache / f"index-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()}"

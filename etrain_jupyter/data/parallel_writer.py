@@ -44,9 +44,9 @@ from etrain_jupyter.data.write_state import Progress
 from etrain_jupyter.errors import ShardError
 
 PART_BYTES = 1 << 30
-"""Estimated size of a range of rows: a worker that is lost costs at most its part."""
+"""Estimated size of a range of rows, the most that must be repeated if a worker is lost."""
 PARTS_PER_WORKER = 4
-"""Tasks for each worker, at least, so that all of them end at about the same time."""
+"""Minimum number of tasks per worker, so that all workers finish at about the same time."""
 MAX_FILES_PER_TASK = 8
 """Consecutive files share a group, which one task loads only once."""
 
@@ -142,7 +142,7 @@ class ParallelWriter:
     ) -> list[list[Any]]:
         """Write the files that are missing; return name, size and blocks of each file.
 
-        ``known`` are those of the first files, which are written.
+        ``known`` describes the first files, which are already written.
         """
         progress = Progress("writing", num_rows, self.out)
         done = dict(enumerate(known))

@@ -9,8 +9,8 @@
     <folder>/large-17, .json     a bucket that was too large, divided again
     <folder>/written-00012.json  name, size and blocks of a file that is in its place
 
-A task that is repeated, also at the same time, replaces a file with an equal one, or finds its
-result and does nothing.
+A task may be repeated, even at the same time. It then replaces a file with an equal one, or finds
+its result and does nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TOKEN = "token"
 SOURCE = "source"
 
 _opened = threading.local()
-"""The source that this thread has opened last: it need not be safe to use from several threads."""
+"""The source that this thread opened last; not shared, so it need not be thread-safe."""
 
 
 @dataclass(frozen=True, kw_only=True)

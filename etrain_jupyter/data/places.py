@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _MAX_OPEN_FILES = 64
 _NUM_ATTEMPTS = 6
-"""Attempts for each request, each with boto3's own retries. An error ends the job, so more than for
-a checkpoint, which the next one replaces."""
+"""Attempts for each request, each with boto3's own retries. There are more than for a checkpoint,
+because an error ends the job, and a failed checkpoint does not."""
 
 
 class NoPlaceError(ShardError):
@@ -59,8 +59,8 @@ class Place(Protocol):
             name: The file.
             first: Offset of the first byte.
             size: Number of bytes.
-            version: The version that the file must have; empty for any. Ignored in a folder, whose
-                copy on another machine may have other times.
+            version: The version that the file must have; empty for any. Ignored in a folder,
+                because a copy on another machine may have other times.
             check: Returns False for wrong bytes, which raise an error.
 
         Raises:
@@ -93,7 +93,7 @@ def open_place(path: str) -> Place:
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """Return a path or URL in the form in which it travels to workers.
+    """Return a path or URL in the form in which it is sent to workers.
 
     Raises:
         ShardError: If the scheme is unknown.

@@ -41,9 +41,9 @@ from etrain_jupyter.errors import ShardError
 from etrain_jupyter.rules.samples.block_order import BlockLayout, Int64s
 
 _STALE_ROUNDS = 4
-"""Read-ahead may replace a block that was not used while this many samples per block of a window,
-and two batches, were read. The order takes rows of all blocks of a window evenly, so it belongs to
-an old one."""
+"""Read-ahead may replace a block that has not been used for two batches and for this many samples
+per block of a window. The order uses all blocks of a window evenly, so such a block belongs to an
+old window."""
 _MAX_FOOTERS = 64
 _PARTS_PER_ROW = 2
 """A block is decoded lazily if it has at least this many record batches per row of its first use.
@@ -76,7 +76,7 @@ class _Rows:
 
 @dataclass
 class _Loaded:
-    """A block in memory: decoded, or its bytes until it is."""
+    """A block in memory: its decoded rows, or its bytes until they are decoded."""
 
     decoded: _Rows | None = None
     data: bytes = b""
@@ -97,8 +97,8 @@ class ShardReader:
         layout: The layout of its blocks.
         columns: None for all.
         num_kept: Maximum number of decoded blocks in memory; each thread may hold one block in
-            addition. A count, not a size: with less than a whole window, an order that uses all of
-            its blocks in turn would read every block for every batch.
+            addition. This is a count, not a size: the order uses all blocks of a window in turn, so
+            with fewer blocks, every block would be read for every batch.
         num_threads: Number of threads that read and decode blocks.
 
     Raises:
@@ -134,7 +134,7 @@ class ShardReader:
         """Blocks in memory, the least recently used one first."""
         self._loading: dict[int, Future[_Loaded]] = {}
         self._fetching: dict[int, Future[bytes]] = {}
-        """Blocks on their way into the disk cache only."""
+        """Blocks that are being read into the disk cache only."""
         self._num_taken = 0
         self._batches_began_at = deque([0, 0], maxlen=2)
         """``_num_taken`` at the beginning of the last two batches."""
@@ -142,7 +142,7 @@ class ShardReader:
         self._footer_lock = threading.Lock()
         self._footer = lru_cache(_MAX_FOOTERS)(self._read_footer)
         self._checked: set[int] = set()
-        """Files in a folder that are known to be those that were indexed."""
+        """Files in a folder that are known to be the files that were indexed."""
         self.num_bytes_read = 0
         """Bytes of all blocks that were read from the place."""
 
@@ -241,7 +241,8 @@ class ShardReader:
         return _Rows.of(table).gather(rows - starts[numbers[part_of]] + firsts[part_of])
 
     def _decode_in_background(self) -> None:
-        # Not earlier: the threads would compete with the first batch for the processors.
+        # Decode only now: before, the threads would compete with the first batch for the
+        # processors.
         ahead = [
             (block, future.result())
             for block, future in self._loading.items()
@@ -272,7 +273,8 @@ class ShardReader:
         return loaded
 
     def _is_room(self) -> bool:
-        # Blocks on their way count, too; those that nothing has needed for a while may go.
+        # Blocks that are being read count, too. Blocks that were not used for a while may be
+        # dropped.
         stale_at = min(
             self._num_taken - _STALE_ROUNDS * self._layout.window, self._batches_began_at[0]
         )
@@ -326,8 +328,8 @@ class ShardReader:
 
     def _check_file(self, number: int) -> None:
         """Raise if a file in a folder is not the one that was indexed; once per file."""
-        # Blocks with digests are verified themselves, and objects in a bucket by their ETag. An
-        # equal time proves that the file was not written to. A different one may be that of a copy
+        # Blocks with digests are verified by these, and objects in a bucket by their ETag. An equal
+        # time proves that the file was not written to. If the time differs, the file may be a copy
         # on this machine, which has the same content.
         file = self._index.files[number]
         if not file.fingerprint or number in self._checked:

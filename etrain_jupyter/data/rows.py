@@ -34,7 +34,7 @@ def tables_of(
         schema: Types of the columns; None for those of the first rows.
 
     Raises:
-        ShardError: If a row is neither, or has other types than the first rows.
+        ShardError: If a row is neither a dict nor a tuple, or has other types than the first rows.
     """
     chunk: list[dict[str, Any]] = []
     num_rows, num_bytes = first, 0

@@ -1,4 +1,4 @@
-"""Schemas of sets: one for all rows, that of the first rows, and one for all files."""
+"""Schemas of sets: all rows have the schema of the first rows, and all files have one schema."""
 
 from __future__ import annotations
 

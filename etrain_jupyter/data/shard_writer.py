@@ -7,7 +7,7 @@
 
 Progress is kept in a state file next to the shuffle files: after every 64 MiB of the source, and
 after every file. A write that was killed continues from there. With workers, both steps consist of
-tasks, whose results are files, see ``parallel_writer``.
+tasks whose results are files; see ``parallel_writer``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def write_set(
     progress: bool,
     open_workers: OpenWorkers | None,
 ) -> None:
-    """Write a set, see ``write_shards``; ``seed`` is None to keep the order of the source."""
+    """Write a set like ``write_shards``; ``seed`` is None to keep the order of the source."""
     place = open_place(to)
     if _is_complete(place, exist_ok=exist_ok):
         return
@@ -122,7 +122,7 @@ class _SetWriter:
         self._out = sys.stderr if progress else None
         self._state = load_state(folder, to, arguments)
         self._last_rows: tuple[int, pa.Table] | None = None
-        """Number of the first of the rows that were read last, and these rows."""
+        """The rows that were read last, after the number of the first one."""
 
     def run(self, open_workers: OpenWorkers | None) -> None:
         """Write everything that is missing, with workers or in this process.
@@ -145,7 +145,7 @@ class _SetWriter:
 
     def _write(self, workers: Workers | None) -> None:
         state, source = self._state, self._source
-        # Other sources can only be read once, from the beginning: ``_tables`` checks their row.
+        # Other sources can only be read once, from the beginning, so ``_tables`` checks their row.
         if state.known_row and source.num_rows is not None:
             number = state.known_row[0]
             table = next(source.tables(number, number + 1, state.arrow_schema()))
@@ -341,7 +341,7 @@ class _SetWriter:
     # --- state ---
 
     def _save_state(self) -> None:
-        # While rows are read, a save follows each time all rows up to here are stored.
+        # While rows are read, the state is saved each time all rows read so far are stored.
         if self._last_rows is not None and len(self._last_rows[1]):
             first, table = self._last_rows
             self._state.known_row = [first + len(table) - 1, _digest_of(table, len(table) - 1)]

@@ -35,7 +35,7 @@ Warn = Callable[[str], None]
 class Shards:
     """A data set in a folder or bucket, larger than memory, for ``data.train`` and ``data.eval``.
 
-    It travels to the workers as a description and the index of its blocks, not as data. Each worker
+    The workers receive a description and the index of its blocks, not the data. Each worker
     reads the blocks of its own samples, in an order that depends only on the job's seed, the epoch
     and the blocks.
 
@@ -48,14 +48,14 @@ class Shards:
             lines, a saved Hugging Face data set, or a set written by ``write_shards``. A folder
             must exist at the same path on every worker.
         columns: Columns to read; None for all.
-        transform: Function of one sample, such as the decoding of an image. Random numbers that it
-            draws from torch, numpy or random are seeded by the job. It runs in the loader processes
-            if ``data.num_workers`` is above 0.
+        transform: Function of one sample, such as the decoding of an image. The job seeds the
+            random numbers that it draws from torch, numpy or random. It runs in the loader
+            processes if ``data.num_workers`` is above 0.
         window: Maximum number of blocks whose rows are shuffled together.
-        window_bytes: Maximum size of a window in memory, which takes precedence. Decoded blocks of
-            this size are kept in each worker's memory.
+        window_bytes: Maximum size of a window in memory, which takes precedence over ``window``.
+            Decoded blocks of this size are kept in each worker's memory.
         cache_bytes: Maximum size of the disk cache on each machine, for ``s3://``.
-        cache_dir: Its folder; by default in the temporary folder, one for each user.
+        cache_dir: Folder of the disk cache; by default in the temporary folder, one for each user.
         num_threads: Threads of each worker that read and decode blocks.
 
     Raises:
@@ -137,7 +137,7 @@ class Shards:
     def identity(self) -> tuple[Any, ...]:
         """Everything that determines the samples and their order.
 
-        The place of the files is not a part of it, nor are settings for their reading such as
+        It does not include the place of the files, nor settings for reading them such as
         ``cache_bytes``, ``cache_dir`` and ``num_threads``.
         """
         return self.digest, self.layout.encode(), self.columns, self.transform
@@ -189,13 +189,14 @@ class Shards:
         """Return a reader with threads of its own, for a training process.
 
         Args:
-            num_kept: Maximum number of blocks in memory; by default that of a window.
+            num_kept: Maximum number of blocks in memory; by default the number of blocks in a
+                window.
             warn: Receives a message if the disk cache cannot be used.
 
         Raises:
             ShardError: If a column does not exist.
         """
-        # Created first: without pyarrow, its message is the clearest.
+        # Create this one first, because its message is the clearest if pyarrow is missing.
         reader = _engine().reader.ShardReader
         place = open_place(self.path)
         cache_bytes = self.cache_bytes if place.is_remote else 0
@@ -223,8 +224,8 @@ class Shards:
 def needing_pyarrow(who: str, where: str = "") -> Iterator[None]:
     """Raise ShardError if an import in the context fails because pyarrow is not installed.
 
-    It is an optional dependency, and describing a set or refusing a wrong argument must work
-    without it, so modules that need it are imported on first use.
+    pyarrow is optional: describing a set or refusing an invalid argument must work without it.
+    Modules that need it are therefore imported on first use.
     """
     try:
         yield

@@ -130,7 +130,7 @@ def _of_hugging_face(source: Any, columns: Sequence[str] | None) -> Source:
         )
     if not hasattr(source, "__len__"):
         return _of_iterable(source, columns)
-    # Its pickle has the paths of its files, or its rows if it has no files.
+    # The pickle of the data set has the paths of its files, or its rows if it has no files.
     is_described = bool(source.cache_files)
     # A custom transform computes its columns from the rows; other formats only convert types.
     if getattr(source, "_format_type", None) == "custom":

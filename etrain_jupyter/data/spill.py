@@ -3,8 +3,8 @@
 The first pass appends each row to one of 256 buckets, chosen by a hash of its number. The second
 pass loads one bucket, or several small ones, and permutes its rows. The result is a full shuffle of
 the whole set: a bounded buffer, as used for streams, would leave rows that are sorted in the source
-almost sorted, which the windows of an epoch cannot repair. It costs one more write and read of the
-data. A bucket that is too large is divided again in the same way.
+almost sorted, which the windows of an epoch cannot repair. The shuffle costs one more write and
+read of the data. A bucket that is too large is divided again in the same way.
 
 ::
 
@@ -14,7 +14,7 @@ data. A bucket that is too large is divided again in the same way.
     load_group    second pass
 
 The result depends only on the rows and the seed: not on the ranges, and not on when rows arrived.
-So sizes of buckets are those of their rows, see ``num_bytes_of``, and not those of the files.
+The size of a bucket is therefore that of its rows (see ``num_bytes_of``), not that of its file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RowBucket:
 
     num_rows: int
     num_bytes: int
-    """Size of the rows, see ``num_bytes_of``."""
+    """Size of the rows; see ``num_bytes_of``."""
     pieces: tuple[Piece, ...]
 
     @classmethod
@@ -248,7 +248,7 @@ def load_group(group: Group, schema: pa.Schema) -> pa.Table:
 
 
 def read_pieces(pieces: Iterable[Piece], schema: pa.Schema) -> Iterator[pa.Table]:
-    """Yield the rows of pieces, mapped into memory, so that a file of any size needs none."""
+    """Yield the rows of pieces from mapped files, so that a file of any size needs no memory."""
     for path, first, end in pieces:
         with pa.memory_map(path) as source:
             source.seek(first)
@@ -307,7 +307,7 @@ def num_bytes_of(table: pa.Table) -> int:
 
     It is close to the memory that they use, and depends only on the values, not on the chunks.
     ``Table.nbytes`` does not add up: it rounds validity bitmaps and counts one more offset per
-    array, so the same rows have another size after they were divided differently.
+    array, so the same rows have another size if they are divided differently.
     """
     return sum(_size_of(chunk) for column in table.columns for chunk in column.chunks)
 

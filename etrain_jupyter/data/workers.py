@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from etrain_jupyter.errors import ShardError
 
 MAX_ATTEMPTS = 3
-"""Processes that may exit while they run the same call, before it fails."""
+"""A call fails after this many processes have exited while they ran it."""
 
 
 class Workers(NamedTuple):
@@ -45,7 +45,7 @@ def open_local_workers(num_workers: int) -> Iterator[Workers]:
 
 
 class LocalWorkers(ThreadPoolExecutor):
-    """Runs each call in one of several processes, which start when they are first needed.
+    """Run each call in one of several processes, which start when they are first needed.
 
     Unlike in ``ProcessPoolExecutor``, a process that is killed costs only the call that it ran,
     which is repeated in a new process, and the processes exit when this one is killed. Unlike

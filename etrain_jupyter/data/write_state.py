@@ -40,7 +40,7 @@ class WriteState:
     weights: list[list[int]] = field(default_factory=list)
     """Number of rows and their size, of each bucket; empty before the first rows."""
     known_row: list[Any] = field(default_factory=list)
-    """Number and digest of a row of the source, usually of the last one that is stored."""
+    """Number and digest of a row of the source, usually the last one that is stored."""
     num_gathered: int = 0
     """Rows in the shuffle files."""
     is_gathered: bool = False
@@ -49,7 +49,7 @@ class WriteState:
     num_blocks: list[int] = field(default_factory=list)
     """Number of blocks of each group, once workers have counted them."""
     group: int = 0
-    """The group of rows of which the next block is written."""
+    """The group of rows from which the next block is written."""
     block: int = 0
     """Number of the next block within that group."""
     files: list[list[Any]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class WriteState:
 
 
 def folder_for(to: str, place: Place, spill_dir: str | None) -> Path:
-    """Return the folder of an unfinished write, which is created; its rows may be private.
+    """Create and return the folder of an unfinished write; its rows may be private.
 
     Raises:
         ShardError: If another user may have prepared it, in a folder that users share.

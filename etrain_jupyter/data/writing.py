@@ -58,12 +58,12 @@ def write_shards(
         spill_dir: Folder for the rows while they are shuffled; by default in the target folder, or
             in the temporary folder for ``s3://``.
         progress: Print the progress.
-        workers: Number of processes on this machine; by default, this process writes. It needs
-            ``shuffle``. A script must call this function under ``if __name__ == "__main__":``.
-        pool: ``local`` for processes on this machine, as many as it has processors unless
-            ``workers`` says otherwise; or a Dask scheduler, as its address or as a pool of kind
-            ``address`` in ``pools.yaml``. Its workers must share the folders ``to`` and
-            ``spill_dir`` with this machine.
+        workers: Number of processes on this machine, only with ``shuffle``; by default, this
+            process writes. A script must call this function under ``if __name__ == "__main__":``.
+        pool: ``local`` for ``workers`` processes on this machine, by default one for each
+            processor; or a Dask scheduler, by its address or as a pool of kind ``address`` in
+            ``pools.yaml``. Its workers must share the folders ``to`` and ``spill_dir`` with this
+            machine.
 
     Returns:
         The set.

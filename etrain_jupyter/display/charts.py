@@ -55,7 +55,7 @@ def color_of(index: int) -> str:
 
 
 def dot(index: int) -> Html:
-    """Return a dot in the color of a curve, which is the legend of a chart and needs no styles."""
+    """Return a dot in the color of a curve. It serves as a legend and needs no styles."""
     return Html(f'<span style="color:{color_of(index)}">●</span>')
 
 
@@ -71,7 +71,7 @@ def image(data: str | bytes, alt: str = "chart", *, width: int | None = None) ->
 
 
 def _dashes(index: int) -> str:
-    # More jobs than colors: the second round is dashed.
+    # If there are more jobs than colors, the second round is dashed.
     return ' stroke-dasharray="5 3"' if index >= len(COLORS) else ""
 
 
@@ -189,7 +189,7 @@ def _ticks(values: Iterable[float], most: int = 6) -> list[float]:
     values = list(values)
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        # A constant has no range: draw it in the middle.
+        # A constant has no range, so draw it in the middle.
         margin = abs(low) / 2 or 0.5
         low, high = low - margin, high + margin
     rough = (high - low) / (most - 1)

@@ -127,5 +127,5 @@ class HeadCoordinator(Protocol):
         return
 
     def halt(self, why: str) -> None:
-        """Save and stop all jobs: the pool can provide no more workers."""
+        """Save and stop all jobs, because the pool can provide no more workers."""
         return

@@ -32,7 +32,7 @@ logger = logging.getLogger("etrain.keeper")
 
 MAX_DEATHS = 5
 WITHIN_S = 60.0
-"""After ``MAX_DEATHS`` deaths within this many seconds, give up: the next scheduler would die as
+"""After ``MAX_DEATHS`` deaths within this many seconds, give up, as the next scheduler would die as
 well."""
 
 FIRST_BACK_OFF_S = 0.5
@@ -55,7 +55,7 @@ class Restarts:
         >>> [restarts.after_death(now) for now in (0.0, 1.0, 2.0, 3.0)]
         [0.0, 0.5, 1.0, None]
         """
-        # Forget deaths outside the time window: a cluster may run for weeks.
+        # Forget deaths outside the time window, because a cluster may run for weeks.
         self._deaths = [at for at in self._deaths if now - at < self.within_s] + [now]
         num_deaths = len(self._deaths)
         if num_deaths >= self.max_deaths:
@@ -158,8 +158,8 @@ class Keeper:
         is running when SIGTERM arrives      stops it and returns True
         ===================================  =====================================================
         """
-        # A keeper that takes over a folder continues its predecessor's count: workers connect only
-        # to a scheduler with a higher number than their previous one.
+        # A keeper that takes over a folder continues its predecessor's count, because workers
+        # connect only to a scheduler with a higher number than their previous one.
         died_at, incarnation = self._cluster.last_life()
         first = incarnation + 1
         while not self._children.is_stop_requested:
@@ -298,8 +298,9 @@ def detach() -> None:
     """Continue in a child process of init, so that the notebook kernel does not have to reap it."""
     if os.fork():
         os._exit(0)
-    # The launcher started a new session, so SIGHUP and SIGINT can only arrive by mistake. Install
-    # a handler that does nothing: workers would inherit SIG_IGN, but they do not inherit handlers.
+    # The launcher started a new session, so SIGHUP and SIGINT can only arrive by mistake. Install a
+    # handler that does nothing, because workers would inherit SIG_IGN, but they do not inherit
+    # handlers.
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: None)
 

@@ -43,7 +43,8 @@ class LocalHeadNodes(LocalNodes):
             on_end=self._records.remove,
         )
         # The processes belong to the keeper, and their records on disk outlive the scheduler. Adopt
-        # them before any worker is started: a survivor's slot must not receive a second one.
+        # them before any worker is started, because a survivor's slot must not receive a second
+        # one.
         self.adopt(
             self._records.survivors(),
             num_named=self._records.num_named(),
@@ -60,7 +61,7 @@ class LocalHeadNodes(LocalNodes):
         super().hold(count, reason=reason)
 
     def costs(self) -> Sequence[NodeCost]:
-        """Return no costs: the user's own machine is free."""
+        """Return no costs, because the user's own machine is free."""
         return ()
 
     async def close(self, *, grace_s: float) -> None:
@@ -108,7 +109,7 @@ class LocalHeadNodes(LocalNodes):
 def open_slots(cluster: ClusterDir) -> list[Slot]:
     """Return this machine's slots, which the cluster's first scheduler detects.
 
-    Later schedulers read the file: a worker that they adopt must keep its slot.
+    Later schedulers read the file, because a worker that they adopt must keep its slot.
     """
     path = cluster.path / "slots.json"
     if path.exists():

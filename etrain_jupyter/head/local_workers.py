@@ -108,7 +108,7 @@ class LocalNodes:
                     started_at=time.monotonic(),
                 )
                 logger.info("adopted worker %s, process %d", survivor.name, survivor.pid)
-        # These workers are training: keep all of them until the restored jobs have requested
+        # These workers are training, so keep all of them until the restored jobs have requested
         # workers.
         self._wanted = len(self._processes)
 
@@ -146,7 +146,7 @@ class LocalNodes:
     def release(self, worker: str, *, drain_s: float) -> None:
         """Send SIGTERM to a worker, and SIGKILL after ``drain_s`` seconds if it is still running.
 
-        Unknown names are ignored. A second call is ignored too: the first deadline applies.
+        Unknown names are ignored. A second call is ignored too, because the first deadline applies.
         """
         process = self._processes.get(worker)
         if process is None or process.is_draining:
@@ -165,13 +165,13 @@ class LocalNodes:
             _signal(process.popen, signal.SIGKILL)
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
-        """Do nothing: this machine has no extra slots for a replacement."""
+        """Do nothing, because this machine has no extra slots for a replacement."""
 
     def reap(self) -> None:
         """Remove workers that have exited, and start their replacements.
 
-        Called on SIGCHLD and about once per second: an adopted worker is not our child, so its
-        exit raises no signal.
+        Called on SIGCHLD and about once per second, because an adopted worker is not our child, so
+        its exit raises no signal.
         """
         for process in list(self._processes.values()):
             if process.popen.poll() is not None:
@@ -193,7 +193,7 @@ class LocalNodes:
     async def _wait_until_gone(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while True:
-            # Poll as well: a SIGCHLD may arrive before the event loop handles signals.
+            # Poll as well, because a SIGCHLD may arrive before the event loop handles signals.
             self.reap()
             if not self._processes:
                 return True
@@ -225,7 +225,7 @@ class LocalNodes:
 
     def _start(self, count: int) -> None:
         wait_s = self._retry_at - time.monotonic()
-        if wait_s > 0:  # workers died early, see back_off_s
+        if wait_s > 0:  # workers died early; see back_off_s
             self._call_later("retry", wait_s, self._reconcile)
             return
         # A draining worker's slot stays occupied until its process has exited.

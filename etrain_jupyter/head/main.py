@@ -124,7 +124,7 @@ class Head:
             self.scheduler.handlers[request.op] = q.handler_of(request, handler)
         await self.scheduler
         await self.nodes.start(self.scheduler.address)
-        # Report costs once before any job runs: costs so far belong to no job.
+        # Report costs once before any job runs, because costs so far belong to no job.
         self._report_costs()
         self._cluster.publish(
             self.scheduler.address,
@@ -208,16 +208,16 @@ class Head:
         )
 
     def _port(self) -> int:
-        # The previous scheduler's port if it is free, otherwise any (0). Kernels and workers can
-        # also find a new address, but they reconnect faster to the old one.
+        # Use the previous scheduler's port if it is free, otherwise any port (0). Kernels and
+        # workers can also find a new address, but they reconnect faster to the old one.
         record = self._cluster.record()
         port = self._settings.port
-        if record is not None:  # the previous scheduler's: this one has not published its own yet
+        if record is not None:  # from the previous scheduler: this one has none yet
             port = int(record.address.rpartition(":")[2])
         if not port:
             return 0
         with socket.socket() as probe:
-            # As in Dask's own server: the dead scheduler's connections may be in TIME_WAIT.
+            # Dask's own server does the same, as old connections may still be in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((self._settings.host, port))
@@ -317,8 +317,8 @@ def notify_launcher(ready_fd: int, line: bytes) -> None:
 
 def describe_cause(error: BaseException) -> str:
     """Return the root cause of an error in one line."""
-    # Dask wraps exceptions raised by plugins. Stop at a PoolError: it already names cause and
-    # remedy.
+    # Dask wraps exceptions raised by plugins. Stop at a PoolError, because it already names cause
+    # and remedy.
     while (cause := error.__cause__ or error.__context__) is not None:
         if isinstance(error, PoolError):
             break
@@ -351,7 +351,7 @@ def main() -> None:
     arguments = parse_arguments()
     cluster = ClusterDir(arguments.state_dir)
     parent_pipe = die_with_parent(arguments.keeper)
-    # Both can only arrive by mistake (see ``keeper.detach``, whose handlers do not survive exec).
+    # These only arrive by mistake (see ``keeper.detach``, whose handlers do not survive exec).
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     log_to_stderr()

@@ -43,7 +43,7 @@ def make_slots(
                 type=name if workers_per_gpu == 1 else f"{name}, shared",
                 environment={
                     "CUDA_VISIBLE_DEVICES": uuid,
-                    # By default torch starts one thread per core in every process: with eight
+                    # By default torch starts one thread per core in every process. With eight
                     # trainers on one machine, that is eight threads per core.
                     "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
                 },

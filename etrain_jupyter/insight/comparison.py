@@ -36,7 +36,7 @@ class Comparison:
 
     Attributes:
         runs: The jobs.
-        rows: One row per job, see ``to_frame``.
+        rows: One row per job; see ``to_frame``.
         notes: Sentences about the limits of the comparison, for example if the jobs train different
             tasks.
         differences: Values of the keys in which the jobs' configurations differ, by dotted key; one
@@ -63,18 +63,18 @@ class Comparison:
         - ``id``, ``status``, ``device``;
         - ``workers``: the mean number of workers, weighted by the time of the steps;
         - ``steps``, ``epochs``, ``samples``, and ``batch``: the mean number of samples per step;
-        - ``samples_per_s``: samples by time in steps, without loading, evaluation, saving and
-          recovery;
-        - ``samples_per_s_overall``: samples by ``hours``;
-        - ``steps_per_s``: steps by ``step_hours``;
+        - ``samples_per_s``: samples per second of step time, without loading, evaluation, saving
+          and recovery;
+        - ``samples_per_s_overall``: samples per second of ``hours``;
+        - ``steps_per_s``: steps per second of ``step_hours``;
         - ``speedup``: ``samples_per_s`` relative to the job with the fewest workers;
-        - ``efficiency``: ``speedup`` by the ratio of workers, 1.0 for linear scaling;
+        - ``efficiency``: ``speedup`` divided by the ratio of workers, 1.0 for linear scaling;
         - ``best_NAME``, ``final_NAME``: each metric of the evaluations;
         - ``train_loss``: mean training loss of the last steps;
         - ``hours``: from the beginning of the first step to the end of the last one;
-        - ``step_hours``: the part of it in steps;
+        - ``step_hours``: the part of ``hours`` spent in steps;
         - ``usd``, ``on_demand_usd``, ``saved_usd``, ``wasted_usd``: as in ``job.cost()``;
-        - ``usd_per_worker_h``: ``usd`` by ``hours`` and ``workers``;
+        - ``usd_per_worker_h``: ``usd`` divided by ``hours`` and by ``workers``;
         - ``interruptions``: workers that were preempted or lost.
 
         Raises:
@@ -86,7 +86,7 @@ class Comparison:
         """Return a Matplotlib figure with the curves of all jobs in the same axes.
 
         If the jobs have different numbers of workers, the last chart shows their throughput next to
-        linear scaling. Requires the package matplotlib.
+        linear scaling. Requires the matplotlib package.
 
         Args:
             over: ``steps``, ``samples``, ``time`` or ``usd``.

@@ -16,13 +16,13 @@ from etrain_jupyter.insight.runs import AXES, Axis, Run, Task
 
 MAX_POINTS = 400
 MAX_VALUE = 1e300
-"""Values beyond this are left out, like NaN: their differences would exceed a float."""
+"""Larger values are left out, like NaN, because their differences would overflow a float."""
 STEPPED = ("world_size",)
 """Columns whose value holds until the next step, so that a mean of two values has no meaning."""
 NAMES = {"world_size": "workers", "lr": "learning rate", "samples_per_s": "samples/s"}
 """Names of columns in charts; the prefix ``eval_`` becomes a word."""
 MIN_RATIO = 1.05
-"""Ratio of the numbers of workers below which they count as equal: they are means."""
+"""Numbers of workers, which are means, count as equal if their ratio is below this."""
 
 
 class Compared(Protocol):
@@ -88,7 +88,7 @@ def check_columns(columns: Sequence[str], runs: Sequence[Run]) -> None:
     """Check that at least one job has each column.
 
     Raises:
-        ConfigError: If none has; the message lists the columns.
+        ConfigError: If no job has one of them; the message lists the columns.
     """
     known = dict.fromkeys(name for run in runs for name in run.columns)
     for column in columns:
@@ -122,7 +122,7 @@ def _reduce(x: Floats, y: Floats, *, is_stepped: bool) -> tuple[Floats, Floats]:
         return x[kept], y[kept]
     if len(x) <= MAX_POINTS:
         return x, y
-    # The mean of neighboring points: noise averages out, and jobs of different lengths remain
+    # The mean of neighboring points, so noise averages out, and jobs of different lengths remain
     # comparable.
     starts = np.arange(0, len(x), -(-len(x) // MAX_POINTS))
     counts = np.diff([*starts, len(x)])
@@ -142,7 +142,7 @@ class ScalingPoints:
 def scaling_points(runs: Sequence[Run], rows: Sequence[Mapping[str, Any]]) -> ScalingPoints | None:
     """Return the points of the jobs that have an efficiency.
 
-    None if no two of them have different numbers of workers.
+    None if all of them have the same number of workers.
     """
     by_task: dict[Task, list[int]] = {}
     for index, row in enumerate(rows):

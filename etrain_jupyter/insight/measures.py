@@ -17,7 +17,7 @@ Floats: TypeAlias = NDArray[np.float64]
 BUSY = ("compute_s", "communication_s", "optimizer_s")
 """Parts of a step other than loading."""
 MAX_OUTSIDE = 0.1
-"""Share of a job's time outside its steps from which a note reports it."""
+"""If a job spends more than this share of its time outside its steps, a note reports it."""
 
 
 def to_floats(values: Sequence[Any] | NDArray[Any]) -> Floats:

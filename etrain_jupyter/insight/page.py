@@ -127,14 +127,14 @@ _AFTER = (
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """Return the columns that have a value in any row, those of the metrics in the middle."""
+    """Return the columns that have a value in any row, with those of the metrics in the middle."""
     metrics = list(_metric_columns(rows)) or [_TRAIN_LOSS]
     found = [*_BEFORE, *metrics, *_AFTER]
     return [column for column in found if any(_is_known(row.get(column.key)) for row in rows)]
 
 
 def _is_known(value: Any) -> bool:
-    # A job without interruptions is not worth a column.
+    # A count of zero interruptions in all jobs is not worth a column.
     return bool(value) and not (isinstance(value, float) and math.isnan(value))
 
 

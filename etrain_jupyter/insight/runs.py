@@ -61,7 +61,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The task of a job. Jobs of different tasks have no scaling efficiency between them."""
+    """The task of a job. Scaling efficiency is computed only between jobs of one task."""
 
     model: str = ""
     """Expression in the cell."""
@@ -150,7 +150,7 @@ class Run:
 
     @property
     def device(self) -> str:
-        """Types of the machines or devices in the order in which they joined, joined by ``, ``."""
+        """Types of the machines or devices in the order in which they joined, with commas."""
         return ", ".join(self.record.machines)
 
     @property
@@ -183,7 +183,7 @@ class Run:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples by time in steps, without loading, evaluation, saving and recovery."""
+        """Samples per second of step time, without loading, evaluation, saving and recovery."""
         return divide(self.num_samples, float(self._busy_s.sum()))
 
     @property

@@ -243,7 +243,7 @@ def pack(events: Sequence[Event], lines: Mapping[int, bytes] | None = None) -> B
         else:
             # Text in memory may contain surrogates, which are escaped in the log file.
             others.append(encode_json(event.to_json_dict()).encode("utf-8", "surrogatepass"))
-    # Most steps measure the same metrics: each combination is stored once, and steps refer to it.
+    # Most steps measure the same metrics, so each combination is stored only once.
     sets: dict[tuple[str, ...], int] = {}
     metric_set = [sets.setdefault(tuple(step["metrics"]), len(sets)) for step in steps]
     return Block(
@@ -357,7 +357,7 @@ class Events(Sequence[Event]):
     def forget_lines(self, keep: int) -> None:
         """Drop the texts of all but the newest log lines; at least ``keep`` texts are kept.
 
-        Such a line then takes 8 bytes instead of 250.
+        A line without its text takes 8 bytes instead of 250.
         """
         with self._lock:
             if len(self._blocks) == self._num_searched:

@@ -154,14 +154,14 @@ class JobPlanned(Event):
     num_parameters: int
     """Parameters of the model."""
     num_trained_parameters: int
-    """Those that require a gradient, and whose gradients are exchanged."""
+    """Parameters that require a gradient and whose gradients are exchanged."""
     total_samples: int
     """Number of samples that the whole job trains on, over all epochs."""
     per_worker_batch_size: int = 0
     """Samples per step and worker; 0 if the batch size never changes."""
     train_layout: str = ""
-    """Blocks of the training set, see ``rules.samples.block_order.BlockLayout``, on which the order
-    of the samples depends; empty if the set is in memory."""
+    """Blocks of the training set (see ``rules.samples.block_order.BlockLayout``), which determine
+    the order of the samples; empty if the set is in memory."""
     train_digest: str = ""
     """Digest of the training set's content, hexadecimal; empty if it is in memory."""
 
@@ -213,7 +213,7 @@ class WorkersSized(Event):
     offered: int
     """Maximum number of workers of the job."""
     limit: str
-    """See ``rules.sizing.goodput.Limit``."""
+    """Reason for this number of workers; see ``rules.sizing.goodput.Limit``."""
     goodputs: list[float]
     """Expected goodput in samples per second by number of workers, from 0 to ``workers``; empty
     before it was measured."""
@@ -377,11 +377,11 @@ class RankTimed(Event):
     """Part of ``compute_s``: the functions in ``metrics``. None on a GPU, where the host does not
     wait for them."""
     core_wait_s: float | None
-    """Seconds between two reports in which the training thread was ready to run but had no core.
+    """Seconds since the last report in which the training thread was ready to run without a core.
     None if the system does not report them."""
     cpu_s: float
-    """Processor seconds between two reports of all threads of the trainer, without the processes
-    that load data."""
+    """Processor seconds that the trainer's threads used since the last report, without the
+    processes that load data."""
     noise_variance: float | None = None
     """Variance of the mean gradient of one worker, summed over its components; None if the job does
     not measure it (``scaling.rule: adascale`` does)."""
@@ -437,8 +437,8 @@ class EvalScored(Event):
 class ExhibitStored(Event):
     """A figure, text or table that ``eval.score`` returned was stored with the job.
 
-    The log does not contain it: it is in the file ``exhibits/step_00000120/NAME.png`` (or ``.txt``,
-    ``.json``) of the run folder or bucket. A later event with the same step and name replaces it.
+    The exhibit is in the file ``exhibits/step_00000120/NAME.png`` (or ``.txt``, ``.json``) of the
+    run folder or bucket, not in the log. A later event with the same step and name replaces it.
     """
 
     step: int
@@ -585,7 +585,7 @@ class CheckpointIntervalChosen(Event):
     loss_rate_per_h: float
     """Expected rate at which all ranks that hold the state are lost."""
     limit: str = ""
-    """The bound that applies, see ``rules.checkpoint_interval``; empty if none."""
+    """The bound that applies (see ``rules.checkpoint_interval``); empty if none."""
     reason: str = ""
     """Explanation as text."""
 
@@ -612,7 +612,7 @@ class JobRestored(Event):
     """Number of logged steps after that step, which are repeated."""
     reason: str = ""
     """Why the state of the survivors could not be used: with ``shard: optimizer``, part of it was
-    lost. Empty if none of them had it."""
+    lost. Empty if there was no such state."""
 
 
 @dataclass(frozen=True, kw_only=True)

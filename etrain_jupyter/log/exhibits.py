@@ -1,6 +1,6 @@
 """Exhibits of a job: formats, limits and keys of the figures, texts and tables of ``eval.score``.
 
-One file each in the run folder, under the same keys in a bucket::
+Each exhibit is one file in the run folder, or one object with the same key in a bucket::
 
     exhibits/step_00000120/confusion.png    a picture
                            report.txt       text in UTF-8
@@ -37,7 +37,7 @@ MAX_CHARACTERS = 20_000
 """Maximum length of a text."""
 MAX_ROWS, MAX_COLUMNS = 200, 20
 MAX_PIXELS = 16_000_000
-"""Maximum number of pixels in a picture: a small PNG may decode to gigabytes."""
+"""Maximum number of pixels in a picture, because a small PNG may decode to gigabytes."""
 MAX_PER_EVALUATION = 16
 MAX_EVALUATION_BYTES = 4_000_000
 """Maximum size of all exhibits of one evaluation."""
@@ -204,7 +204,7 @@ def write_exhibit(run_dir: Path, key: str, data: bytes) -> None:
     """
     path = _path_of(run_dir, key)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Not synced, because a sync would block the coordinator: the log has the digest, so a reader
+    # Not synced, because a sync would block the coordinator. The log has the digest, so a reader
     # notices a file that a machine crash has truncated.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with draft_of(path) as draft, os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
@@ -237,7 +237,7 @@ def load_stored(run_dir: Path, event: ExhibitStored) -> Content | None:
 
 
 def remove_exhibits(run_dir: Path, keys: Iterable[str]) -> None:
-    """Remove files of exhibits, and the folders that this empties. They need not exist."""
+    """Remove files of exhibits, and the folders that this empties. The files need not exist."""
     for key in keys:
         with contextlib.suppress(OSError):
             path = _path_of(run_dir, key)

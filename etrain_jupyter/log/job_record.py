@@ -64,12 +64,12 @@ KEEP_SAVED = 8
 newest."""
 
 SET_BACK_S = 60.0
-"""Times of steps that fall by more show that a clock was set back. By less, rank 0 has moved."""
+"""A clock was set back if step times fall by more seconds than this; otherwise rank 0 moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TypeWork:
-    """Samples and busy time of the workers on one machine type, added up."""
+    """Total samples and busy time of the workers on one machine type."""
 
     samples: int = 0
     busy_s: float = 0.0
@@ -97,7 +97,7 @@ class JobRecord:
     started_at: float = math.nan
     """When the job was submitted, in seconds since the epoch."""
     attempt_at: float = math.nan
-    """When the current attempt began, by its submission or resume, in seconds since the epoch."""
+    """When the current attempt was submitted or resumed, in seconds since the epoch."""
     attempt_step: int = 0
     """Step at which the current attempt began."""
     changed_at: float = math.nan
@@ -134,7 +134,7 @@ class JobRecord:
     last_step: StepCompleted | None = None
     """The newest ``StepCompleted``, even if a restore has undone it."""
     total_steps: int = 0
-    """Steps of the whole job at the current number of workers."""
+    """Number of steps in the whole job at the current number of workers."""
     samples: int = 0
     """Samples trained on so far, including those of repeated epochs."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -180,7 +180,7 @@ class JobRecord:
     # --- workers ---
 
     trainers: dict[str, str] = field(default_factory=dict)
-    """Name of the trainer by worker, for workers that were neither lost nor released."""
+    """Name of each worker's trainer, for workers that were neither lost nor released."""
     machine_types: dict[str, str] = field(default_factory=dict)
     """Machine type by worker, including former ones; empty if the pool has no types."""
     work: dict[str, TypeWork] = field(default_factory=dict)

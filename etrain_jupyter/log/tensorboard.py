@@ -30,7 +30,7 @@ from etrain_jupyter.untrusted import plain_line, plain_text
 SUFFIX = ".etrain"
 """Suffix of the files that this package writes; other files in the folder are not touched."""
 MAX_EXHIBIT_BYTES = 200_000_000
-"""Maximum size of all exhibits in one event file: TensorBoard cannot remove the oldest ones."""
+"""Maximum size of the exhibits in an event file, because TensorBoard cannot remove old ones."""
 OPTIONS = "--samples_per_plugin images=200,text=200"
 """Options of TensorBoard: by default, it displays 10 steps of an image, chosen at random."""
 
@@ -206,7 +206,7 @@ def code_block(text: str) -> str:
     >>> code_block("a  1\nb *2*")
     '    a  1\n    b *2*'
     """
-    # Indent instead of fencing: the text cannot contain a mark that ends the block.
+    # Indent instead of fencing, so that no mark in the text can end the block.
     return "\n".join("    " + line for line in plain_text(text).split("\n"))
 
 

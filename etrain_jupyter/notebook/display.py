@@ -50,8 +50,8 @@ def open_panel() -> None:
         return
 
     def attach_quietly(job_id: str) -> str:
-        # Do not use `attach`: a click in the panel must not change the most recently used job,
-        # which is the job that `%etrain stop` without a name stops.
+        # Do not use `attach`, because a click in the panel must not change the most recently used
+        # job, which is the job that `%etrain stop` without a name stops.
         follow(hold(open_runs().find(job_id)))
         return ""
 

@@ -77,7 +77,7 @@ class Pool(Protocol):
     """True if the scheduler runs on another machine, so that jobs must be stored in a bucket."""
 
     def check_machine(self) -> None:
-        """Check that this machine can use the pool, without a request to anything.
+        """Check that this machine can use the pool, without sending any request.
 
         Raises:
             PoolError: If a library or a command is missing.

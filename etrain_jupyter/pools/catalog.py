@@ -7,7 +7,7 @@
       address: tls://10.0.3.7:8786
 
 The file is read from the notebook's folder and from the user's configuration folder; if both define
-a name, the notebook's folder wins. This folder may be a clone of an untrusted repository, so the
+a name, the notebook's folder wins. That folder may be a clone of an untrusted repository, so the
 file contains plain values only and nothing in it is executed.
 """
 
@@ -48,7 +48,7 @@ class PoolEntry:
     """Positions of the keys and values in the file."""
 
     def read_as(self, section: type[S]) -> S:
-        """Validate the keys as the options of a kind of pool; raise the error of the first one."""
+        """Validate the keys as the options of a kind of pool; raise the first error."""
         return parse_section(self.values, section, self.source)
 
     def error(self, message: str, *, hint: str = "") -> ConfigError:
@@ -89,7 +89,7 @@ def read_own_catalog() -> dict[str, PoolEntry]:
 
 def _read(file: Path) -> list[PoolEntry]:
     try:
-        # Accept a symbolic link: users may keep the file elsewhere.
+        # Accept a symbolic link, because users may keep the file elsewhere.
         text = read_regular(file, most_bytes=MAX_BYTES, follow=True).decode("utf-8")
     except FileNotFoundError:
         return []

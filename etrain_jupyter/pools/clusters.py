@@ -117,7 +117,7 @@ def down(cluster: str | None = None, *, all_clusters: bool = False, timeout_s: f
             existing Dask cluster, only our plugins are removed.
         all_clusters: Without ``cluster``, shut down all clusters of this user on this machine,
             and remove our plugins from all Dask schedulers to which this user submitted a job.
-        timeout_s: Timeout per cluster for processes. Kinds with machines get at least the
+        timeout_s: Timeout per cluster for processes. Pools with machines get at least the
             ``down_s`` of their ``PoolKind``.
 
     Raises:
@@ -184,7 +184,7 @@ def _why_kept(cluster: ClusterDir) -> str:
 def _jobs_at(address: SchedulerAddress, name: str) -> str:
     """Return which jobs keep a scheduler running; empty if it is idle.
 
-    ``name`` is the argument with which ``down`` ends it in any case.
+    ``name`` is the argument with which ``down`` ends the cluster in any case.
     """
     how = _how_to_end(name)
     try:
@@ -239,7 +239,7 @@ def report_ended(leftovers: dict[str, Leftovers], if_none: str) -> str:
 def describe_machines(*, region: str | None = None) -> str:
     """Return the machines of all clusters in the user's accounts, one per line.
 
-    ``region`` is one in addition to those of ``pools.yaml``.
+    ``region`` is an additional region, next to those of ``pools.yaml``.
     """
     found = [load(kind.find)(region) for kind in pool_kinds().values() if kind.find]
     return "\n".join(found) or "No installed kind of pool has machines."

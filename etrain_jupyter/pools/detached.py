@@ -78,7 +78,7 @@ class DetachedPool:
             PoolError: If the cluster does not start or does not respond, or if this object is bound
                 to a cluster that has ended.
         """
-        # Try without the lock first: finding a running cluster is the common case and must be fast.
+        # First try without the lock, because finding a running cluster is common and must be fast.
         address = self._find()
         if address is None and self._cluster_id is not None:
             raise PoolError(
@@ -203,7 +203,7 @@ def _serving_record(cluster: ClusterDir) -> ClusterRecord | None:
 def _answers(cluster: ClusterDir, record: ClusterRecord) -> bool:
     """Return True if a cluster's scheduler responds; raise ``PoolError`` if it runs but hangs."""
     try:
-        # Restart the idle timer: the cluster must not shut down before the job is submitted.
+        # Restart the idle timer, so that the cluster does not shut down before the submit.
         ask(cluster.address(record), TouchCluster(), timeout_s=ANSWER_S)
         return True
     except PoolError:
@@ -246,7 +246,7 @@ def start_cluster(
         return cluster.address(record)
     except PoolError:
         kill_processes_of(cluster.cluster_id)
-        # Keep an orphan's folder: the next attempt needs it to take over the machines.
+        # Keep an orphan's folder, because the next attempt needs it to take over the machines.
         if orphan is None:
             cluster.remove()
         raise
@@ -270,7 +270,7 @@ def _spawn_keeper(cluster: ClusterDir, lock_fd: int, ready_fd: int) -> None:
         )
     finally:
         os.close(log)
-    # The process forks and exits at once; the keeper is its child, see `keeper.detach`.
+    # The process forks and exits at once; the keeper is its child; see `keeper.detach`.
     launched.wait(START_S)
 
 
@@ -294,7 +294,7 @@ def _await_ready(cluster: ClusterDir, pipe: IO[bytes]) -> None:
     deadline = time.monotonic() + START_S
     line = b""
     while not line.endswith(b"\n"):
-        # Do not use select(): it rejects descriptors above 1023, and notebooks open many files.
+        # Not select(), which rejects descriptors above 1023, because notebooks open many files.
         if not wait([pipe.fileno()], max(0.0, deadline - time.monotonic())):
             raise PoolError(
                 f"the cluster did not start within {START_S:g} s. It was stopped. "
@@ -340,7 +340,7 @@ def end_cluster_here(cluster: ClusterDir, timeout_s: float) -> Leftovers:
 def _stop_scheduler(address: SchedulerAddress, record: ClusterRecord, timeout_s: float) -> None:
     """Request a shutdown; send SIGTERM to the keeper if the scheduler does not shut down."""
     with contextlib.suppress(PoolError):
-        # A scheduler that hangs cannot save: detect that before the long wait for checkpoints.
+        # A scheduler that hangs cannot save, so detect that before the long wait for checkpoints.
         ask(address, DescribeCluster(), timeout_s=min(2.0, timeout_s))
         ask(address, ShutDownCluster(by=describe_caller()), timeout_s=SAVE_S + ANSWER_S)
         wait_until(lambda: not record.is_alive, timeout_s=timeout_s * 0.6)

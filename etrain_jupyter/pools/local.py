@@ -38,7 +38,7 @@ class LocalPool(DetachedPool):
     def prepare_start(self, root: Path) -> None:
         """Remove the folders of dead clusters, whose workers exited with their keepers.
 
-        Prints why the others cannot be used.
+        Prints why the other clusters cannot be used.
         """
         remove_stale(root)
         ours = environment_digests()

@@ -37,7 +37,7 @@ _CLUSTER_ID = re.compile(r"[a-z]{1,20}-[A-Za-z0-9_-]{1,80}")
 def state_roots() -> list[Path]:
     """Return all folders that may contain this user's clusters.
 
-    A kernel and a terminal may use different ones: often only one has ``XDG_RUNTIME_DIR``.
+    A kernel and a terminal may use different folders: often only one has ``XDG_RUNTIME_DIR``.
     """
     places = [state_root(), private_root(), Path(f"/run/user/{os.getuid()}/etrain")]
     return list(dict.fromkeys(places))
@@ -142,7 +142,7 @@ def _noted(cluster_id: str) -> SchedulerAddress | None:
     if not _is_own(path.parent):
         return None
     known = _read_note(path)
-    # The file's name is only a hash: compare the id itself.
+    # The file's name is only a hash, so compare the id itself.
     return known if known is not None and known.cluster_id == cluster_id else None
 
 
@@ -159,7 +159,7 @@ def _read_note(path: Path) -> SchedulerAddress | None:
 
 
 def _note_path(cluster_id: str) -> Path:
-    # The id comes from a scheduler: hash it instead of using it in a path.
+    # The id comes from a scheduler, so hash it instead of using it in a path.
     digest = hashlib.sha256(cluster_id.encode(errors="backslashreplace")).hexdigest()
     return private_root() / NOTES / f"{digest[:32]}.json"
 

@@ -1,4 +1,4 @@
-"""Create pools, by name or for a job. A plug-in adds a kind, see ``etrain_jupyter.plugin``."""
+"""Create pools, by name or for a job. Plug-ins can add kinds; see ``etrain_jupyter.plugin``."""
 
 from __future__ import annotations
 
@@ -98,19 +98,19 @@ def pool_at(address: SchedulerAddress) -> AddressPool:
 
 
 def open_task_workers(name: str) -> AbstractContextManager[Workers]:
-    """Connect to the workers of a pool for the time of a context.
+    """Connect to the workers of a pool for the duration of a context.
 
     Args:
         name: A pool of kind ``address``, or the address of a Dask scheduler.
 
     Raises:
-        PoolError: If the pool does not exist or cannot be reached, or its workers run no tasks.
+        PoolError: If the pool does not exist or cannot be reached, or its workers cannot run tasks.
         ConfigError: If its entry in ``pools.yaml`` is invalid.
     """
     pool = get_pool(name)
     if isinstance(pool, AddressPool):
         return pool.tasks()
-    # Their workers accept plain values only, see ``process/peers.py``.
+    # Workers of other pools accept plain values only; see ``process/peers.py``.
     raise PoolError(
         f"the workers of pool {name!r} run trainers and no other tasks. Nothing was done. Use "
         "workers=N for processes on this machine, or a pool of kind address."

@@ -74,7 +74,7 @@ async def _exchange(address: SchedulerAddress, request: Request[R], timeout_s: f
     from etrain_jupyter.process.peers import plain_values_only
 
     rpc: Any = core.rpc
-    # A scheduler's reply is untrusted: accept only plain values, and do not unpickle anything.
+    # A scheduler's reply is untrusted, so accept only plain values, and do not unpickle anything.
     with plain_values_only():
         # Limit the whole exchange: Dask's own timeout covers the connection, not the wait for the
         # reply.

@@ -41,7 +41,7 @@ S = TypeVar("S", bound=PoolSpec)
 
 
 class SpecPool(DetachedPool, Generic[S]):
-    """A pool of machines that are found again without the head, for example by their names.
+    """A pool of machines that can be found without the head, for example by their names.
 
     Args:
         name: The pool's name in a cell.
@@ -51,7 +51,7 @@ class SpecPool(DetachedPool, Generic[S]):
     """
 
     kind_prefix: ClassVar[str]
-    """First word of the ids of clusters."""
+    """First word of the cluster ids."""
     spec_type: ClassVar[type[PoolSpec]]
     nodes_path: ClassVar[str]
     """Factory of the head's node source, as ``package.module:attribute``."""

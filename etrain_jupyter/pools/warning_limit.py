@@ -21,7 +21,7 @@ class RateLimitedWarnings:
 
     def warn(self, key: str, text: str) -> bool:
         """Send a warning; return False if it was suppressed."""
-        # Compare keys, not texts: prices and times in the text differ in each tick.
+        # Compare keys, not texts, because prices and times in the text differ in each tick.
         now = time.time()
         if now - self._sent_at.get(key, float("-inf")) < REPEAT_S:
             return False

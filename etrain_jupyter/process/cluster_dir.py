@@ -9,7 +9,7 @@
         ├── settings.json        the cluster's settings
         ├── cluster.json         written last, when the scheduler listens; removed first
         ├── slots.json           worker slots, as detected by the first scheduler
-        ├── load.json            number of workers and idle time, see ``Load``
+        ├── load.json            number of workers and idle time; see ``Load``
         ├── workers/             one file per worker process: its pid and slot
         ├── held                 number of workers to keep regardless of demand
         ├── jobs/                one folder per unfinished job: what the next scheduler needs
@@ -58,7 +58,7 @@ class ClusterRecord:
     pid: int
     """Pid of the keeper; the cluster lives as long as this process."""
     stamp: str
-    """Distinguishes the keeper from later processes with its pid, see ``stamp_of``."""
+    """Distinguishes the keeper from later processes with its pid; see ``stamp_of``."""
     host: str
     python: str
     version: str
@@ -110,7 +110,7 @@ class ClusterDir:
 
     @property
     def lock_key(self) -> str:
-        """Key of the lock held while the cluster starts or stops, see ``start_lock``."""
+        """Key of the lock held while the cluster starts or stops; see ``start_lock``."""
         return lock_key_of(self.prefix)
 
     @property
@@ -255,8 +255,8 @@ def remove_stale(root: Path) -> None:
         if not cluster.cluster_id.startswith("local-"):
             continue  # the cluster has remote machines, which a new head can take over
         record = cluster.record()
-        # With a home folder on NFS, the record may belong to another host: only that host can check
-        # whether the keeper is running.
+        # With a home folder on NFS, the record may belong to another host, so only that host can
+        # check whether the keeper is running.
         is_stale = (
             record.is_here and not record.is_alive
             if record is not None
@@ -272,8 +272,8 @@ def remove_stale(root: Path) -> None:
 class Load:
     """Content of ``load.json``, readable without contacting the scheduler.
 
-    Contacting it requires Dask, whose modules have circular imports: importing Dask in a background
-    thread of the kernel fails if a cell first imports it at the same moment.
+    Contacting it requires Dask, whose modules have circular imports, so importing Dask in a
+    background thread of the kernel fails if a cell first imports it at the same moment.
     """
 
     workers: int

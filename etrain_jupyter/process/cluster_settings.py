@@ -22,8 +22,7 @@ class ClusterSettings:
     """Maximum number of workers on a machine without GPUs."""
     workers_per_gpu: int = 1
     """Maximum number of workers that share one GPU. Above 1, they exchange gradients through host
-    memory via gloo, because NCCL refuses two ranks on one GPU: useful for tests, rarely for
-    speed."""
+    memory via gloo, because NCCL refuses two ranks on one GPU. Useful for tests, rarely faster."""
     coordinator: str = "etrain_jupyter.head.coordinator.coordinator:Coordinator"
     """Factory for the coordinator, as ``package.module:attribute``."""
     supervisor: str = "etrain_jupyter.worker.supervisor:Supervisor"
@@ -31,10 +30,10 @@ class ClusterSettings:
     pool: str = "local"
     """The pool's name, as used in cells."""
     prefix: str = ""
-    """Prefix of the cluster's id; if empty, that of this environment's local pool."""
+    """Prefix of the cluster's id; if empty, the prefix of this environment's local pool."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Digests of the launcher's environment variables, see ``environment_digests``; empty except in
-    local clusters."""
+    """Digests of the launcher's environment variables (see ``environment_digests``); empty except
+    in local clusters."""
     host: str = "127.0.0.1"
     """Address on which the scheduler listens."""
     port: int = 0

@@ -1,4 +1,4 @@
-"""Process start-up: logging, garbage collection, and the end with the parent or the keeper.
+"""Process start-up: logging, garbage collection, and exiting with the parent or the keeper.
 
 Every process in a local cluster detects the keeper's death through a pipe. The keeper holds the
 only write end, and never writes. All other processes inherit the read end as their standard input,
@@ -30,9 +30,9 @@ def log_to_stderr() -> None:
 def collect_garbage_rarely() -> None:
     """Let Python search for unreachable cycles less often.
 
-    By default, that takes about a fifth of the processor time of a scheduler with 400 workers,
-    because its many long-lived objects are searched each time. Reference counting alone frees
-    nearly everything.
+    By default, the search takes about a fifth of the processor time of a scheduler with 400
+    workers, because its many long-lived objects are searched each time. Reference counting alone
+    frees nearly everything.
     """
     gc.set_threshold(10_000, 20, 50)
 
@@ -50,7 +50,7 @@ def die_with_parent(parent: int) -> int:
 
 
 def kill_with_parent(parent: int) -> None:
-    """Make Linux kill this process when its parent exits, even if no thread of it can run.
+    """Make Linux kill this process when its parent exits, even if none of its threads can run.
 
     Args:
         parent: Process ID; 0 if unknown.

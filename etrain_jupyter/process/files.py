@@ -22,10 +22,10 @@ def draft_of(path: Path) -> Iterator[Path]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file with mode 0600 atomically: readers see either the old text or the new."""
+    """Replace a file with mode 0600 atomically, so readers see either the old text or the new."""
     # The pid keeps two processes that write the same file from mixing up their drafts.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    # Set the mode at creation: before a later chmod, others could open the file.
+    # Set the mode at creation, because before a later chmod, others could open the file.
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as f:
         f.write(text)
     os.replace(draft, path)

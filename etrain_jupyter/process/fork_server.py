@@ -21,14 +21,14 @@ from types import MappingProxyType
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 2
-"""Number of unexpected ends of the server after which it is not restarted."""
+"""After this many unexpected exits, the server is not restarted."""
 
 
 class ForkServerProcess:
     """The fork server, which is started with the first worker.
 
     Args:
-        parent_pipe: Pipe whose end makes the server exit; see ``process.entry``.
+        parent_pipe: Pipe that makes the server exit when it is closed; see ``process.entry``.
         log: File for its output; None for this process's standard error.
         environment: Environment variables that libraries read while they are imported. All others
             come from the worker.
@@ -47,7 +47,7 @@ class ForkServerProcess:
         self._log = log
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
-        self._ending: list[subprocess.Popen[bytes]] = []  # outdated, but still with workers
+        self._ending: list[subprocess.Popen[bytes]] = []  # outdated, but still in use by workers
         self._control: socket.socket | None = None
         self._installed: Installed = ()
         self._num_failures = 0
@@ -56,7 +56,7 @@ class ForkServerProcess:
         """Return a new worker's end of a connection to the server; start it if necessary.
 
         Returns:
-            The connection; None without a server.
+            The connection; None if there is no server.
         """
         if sys.platform != "linux":
             return None
@@ -83,7 +83,7 @@ class ForkServerProcess:
         self._ending.clear()
 
     def _check(self) -> None:
-        """Forget a server that has ended, or that has imported packages since replaced."""
+        """Forget a server that has ended, or whose imported packages have been replaced."""
         self._ending = [process for process in self._ending if process.poll() is None]
         if self._process is None:
             return
@@ -98,7 +98,7 @@ class ForkServerProcess:
         self.retire()
 
     def retire(self) -> None:
-        """Close the control connection. The server ends with the last of its workers."""
+        """Close the control connection. The server exits with the last of its workers."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -118,7 +118,7 @@ class ForkServerProcess:
                 self._process = subprocess.Popen(
                     [
                         sys.executable,
-                        # Forked trainers inherit these flags: see ``worker.trainer_process``.
+                        # Forked trainers inherit these flags; see ``worker.trainer_process``.
                         *("-u", "-X", "faulthandler", *self.command, str(theirs.fileno())),
                     ],
                     pass_fds=[theirs.fileno()],
@@ -140,8 +140,8 @@ Installed = tuple[int, ...]
 def read_installed() -> Installed:
     """Return a value that changes when a package is installed, updated or removed.
 
-    It consists of the modification times of the folders of packages. An installer adds or removes
-    entries there, at the very least the one whose name contains the version.
+    The value consists of the package folders' modification times. An installer adds or removes
+    entries in these folders, at least the entry whose name contains the version.
     """
     paths = sysconfig.get_paths()
     folders = {paths["purelib"], paths["platlib"], site.getusersitepackages()}

@@ -94,7 +94,7 @@ def visible_gpus(gpus: Sequence[tuple[str, str]], visible: str | None) -> list[t
 def torch_has_cuda() -> bool:
     """Return True if the installed torch was built for CUDA.
 
-    Reads torch's version file: importing torch would take seconds and hundreds of megabytes.
+    Reads torch's version file, because an import would take seconds and hundreds of megabytes.
     """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:

@@ -2,15 +2,15 @@
 
 Dask trusts every peer that completes the TLS handshake: the holder of any of the cluster's
 certificates may call ``run_function`` on the scheduler, and any message may contain a pickle. For a
-cluster with remote machines that is too permissive: code on a worker machine could run as the
-notebook's user, who runs the scheduler. Three rules prevent that:
+cluster with remote machines that is too permissive, because code on a worker machine could run as
+the notebook's user, who runs the scheduler. Three rules prevent that:
 
 * **Plain values.** Messages are decoded as msgpack and nothing else. Pickles are refused, and
   objects serialized by Dask stay opaque. Our processes exchange no objects.
 * **Roles.** The peer's certificate names its role. A worker may register, send heartbeats and
   report; it may not send the kernel's requests. Workers communicate only with the scheduler, so
   they accept no connections from other workers.
-* **Names.** The kernel connects only to servers that present a scheduler's certificate, see
+* **Names.** The kernel connects only to servers that present a scheduler's certificate; see
   ``pinned_to_scheduler``.
 
 A foreign scheduler (pool kind ``address``) is Dask's own and cannot be restricted. The kernel
@@ -241,9 +241,9 @@ def split_messages(buffer: bytearray) -> Iterator[bytes]:
 class FrameReader:
     """Read and decode the messages of one connection, one at a time and in order.
 
-    It reads all messages that have arrived at once. Dask's ``comm.read`` waits for the length of a
-    message and then for the rest, and unregisters the socket from the event loop in between. That
-    costs the scheduler more than to handle a short message.
+    All messages that have arrived are taken from the socket together. Dask's ``comm.read`` waits
+    for the length of a message and then for the rest, and unregisters the socket from the event
+    loop in between. That costs the scheduler more than handling a short message.
 
     Args:
         comm: Dask's connection over TCP or TLS, at the start of a message. Nothing else reads it.
@@ -271,7 +271,7 @@ class FrameReader:
                 self._buffer += await stream.read_bytes(CHUNK_BYTES, partial=True)
                 self._ready.extend(split_messages(self._buffer))
             return self._decode([self._ready.popleft()])
-        except OSError as exc:  # also tornado's StreamClosedError and those of TLS
+        except OSError as exc:  # also tornado's StreamClosedError and TLS errors
             self._comm.abort()
             if isinstance(exc, CommClosedError):
                 raise

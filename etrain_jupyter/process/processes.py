@@ -41,7 +41,8 @@ def stamp_of(pid: int) -> str | None:
 
 def processes_of(cluster_id: str) -> list[psutil.Process]:
     """Return a cluster's head and all of its descendants, including reparented ones."""
-    # Search by inherited environment: an orphan has another parent, and may have its own session.
+    # Search by inherited environment, as an orphan has another parent, and may have its own
+    # session.
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -57,7 +58,7 @@ def kill_processes_of(cluster_id: str, *, timeout_s: float = 2.0) -> list[psutil
     """Send SIGKILL to a cluster's processes; return those still running after ``timeout_s``."""
 
     def kill_again() -> bool:
-        # Rescan each time: a process may have started a child since the previous scan.
+        # Rescan each time, because a process may have started a child since the previous scan.
         left[:] = processes_of(cluster_id)
         for process in left:
             with contextlib.suppress(psutil.Error):

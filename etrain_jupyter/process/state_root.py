@@ -19,7 +19,7 @@ _INHERITED = re.compile(
 """Environment variables whose values decide what the workers of a local cluster can do."""
 
 _VARYING = re.compile(r"JPY_.*|JUPYTER.*|CUDA_MODULE_LOADING")
-"""Variables that Jupyter sets in each kernel, or torch in a kernel that uses a GPU."""
+"""Variables that Jupyter sets in each kernel, or that torch sets in a kernel that uses a GPU."""
 
 
 def open_state_root() -> Path:

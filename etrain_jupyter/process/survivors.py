@@ -28,7 +28,7 @@ class Survivor:
     """Index of the worker's slot."""
     pid: int
     stamp: str
-    """Distinguishes the process from later ones with its pid, see ``stamp_of``."""
+    """Distinguishes the process from later ones with its pid; see ``stamp_of``."""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 Any client that can reach a Dask scheduler can run code on it, so every cluster has its own
 certificate authority. The authority signs one leaf certificate per role, and its key is discarded
-immediately: no further certificates can be issued for this cluster.
+immediately, so no further certificates can be issued for this cluster.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _extensions(name: str, public_key: Any, authority_key: Any) -> list[tuple[An
     return [
         *extensions,
         (x509.ExtendedKeyUsage(usages), False),
-        # The role serves as the host name, see ``peers.pinned_to_scheduler``.
+        # The role serves as the host name; see ``peers.pinned_to_scheduler``.
         (x509.SubjectAlternativeName([x509.DNSName(name)]), False),
     ]
 
@@ -243,7 +243,7 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.scheduler.worker-ttl": None,
     "distributed.scheduler.idle-timeout": None,
     "distributed.scheduler.no-workers-timeout": None,
-    # Ranks are not Dask tasks: there is nothing to steal, replicate, spill, or profile.
+    # Ranks are not Dask tasks, so there is nothing to steal, replicate, spill, or profile.
     "distributed.scheduler.work-stealing": False,
     "distributed.scheduler.active-memory-manager.start": False,
     "distributed.worker.profile.enabled": False,
@@ -263,8 +263,8 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.admin.log-length": 1000,
     "distributed.comm.timeouts.connect": "10s",
     "distributed.comm.compression": False,
-    # Otherwise Dask estimates the size of each message, which takes ten times as long as encoding
-    # it, to encode messages of more than 10 MB in a thread. Ours are smaller.
+    # By default, Dask estimates each message's size, so that it can encode messages of more than 10
+    # MB in a thread. That takes ten times as long as encoding, and our messages are smaller.
     "distributed.comm.offload": False,
 }
 """Values that differ from Dask's defaults; all others are left to Dask and the user."""

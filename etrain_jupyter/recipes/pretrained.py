@@ -31,7 +31,7 @@ def find_pretrained(name: str, *, package: str = PACKAGE) -> str:
         the folder in the package; all workers must have the package, too.
 
     Raises:
-        RecipeError: If none of them is available.
+        RecipeError: If neither the model nor the package is available.
     """
     if Path(name).is_dir():
         return name

@@ -1,4 +1,4 @@
-"""Tables of results, as papers on distributed training print them, from the logs of jobs."""
+"""Tables of results, as in papers on distributed training, from the jobs' logs."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def results_table(
         Rows with
 
         - ``job``: its name;
-        - ``workers``: the mean number of workers, by the time of the steps;
-        - ``samples_per_s``: samples by time in steps, without loading, evaluation, saving and
-          recovery;
-        - ``samples_per_s_overall``: samples by time from the first step to the last;
+        - ``workers``: the mean number of workers, weighted by the time of the steps;
+        - ``samples_per_s``: samples divided by the time in steps, which excludes loading,
+          evaluation, saving and recovery;
+        - ``samples_per_s_overall``: samples divided by the time from the first step to the last;
         - the best value of each score, NaN if there is none;
         - ``hours``: time from the first step to the last;
         - ``usd``: cost, NaN if the pool has no prices;
@@ -64,7 +64,7 @@ def _row_of(job: PricedJob, scores: Sequence[str]) -> dict[str, Any]:
         )
     busy = busy_durations(history)
     total_busy = float(busy.sum())
-    # The time of a step is that of its end, so the first step only begins the interval.
+    # A step is recorded with the time of its end, so the first step only begins the interval.
     elapsed = history["time"][-1] - history["time"][0]
     cost = job.cost()
     return {

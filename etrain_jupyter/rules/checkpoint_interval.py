@@ -2,16 +2,16 @@
 
 A checkpoint is not read as long as one rank survives, because that rank has the weights. The rate
 at which single workers are lost is therefore less important than the rate at which a checkpoint is
-needed: all ranks are lost before a replacement has the state, or the job resumes on another
-cluster. This rate and the measured cost of a checkpoint determine the interval that wastes the
-least time.
+needed. That is the case if all ranks are lost before a replacement has the state, or if the job
+resumes on another cluster. This rate and the measured cost of a checkpoint determine the interval
+that wastes the least time.
 
 Sources:
     J. W. Young, A first order approximation to the optimum checkpoint interval, Communications of
     the ACM 17(9), 1974: ``sqrt(2 C M)``.
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future
-    Generation Computer Systems 22(3), 2006, equation 37: Young's with two more terms, or ``M``
-    if a checkpoint costs at least ``2 M``.
+    Generation Computer Systems 22(3), 2006, equation 37: Young's formula with two more terms, or
+    ``M`` if a checkpoint costs at least ``2 M``.
     K. N. Fleming, A reliability model for common mode failures in redundant safety systems, 1975:
     the share of failures that affect all units at once (beta factor).
 """
@@ -204,7 +204,7 @@ def _format_duration(seconds: float) -> str:
 
 
 KEEP_COSTS = 5
-"""Number of newest checkpoints whose median cost is used: the first one also allocates memory."""
+"""The median cost of this many newest checkpoints is used; the first one also allocates memory."""
 
 
 class Evidence:
@@ -230,8 +230,8 @@ class Evidence:
 
         Args:
             event: The event.
-            at: Its time by the clock of ``review``. None for an event that was read from the log:
-                its wall time is used, and ``shift`` converts all times afterwards.
+            at: Its time on the clock of ``review``; None for an event that was read from the log.
+                The event's wall time is then used, and ``shift`` converts all times afterwards.
         """
         at = event.time if at is None else at
         match event:
@@ -282,7 +282,7 @@ class Evidence:
     def review(self, now: float) -> Choice | None:
         """Choose again; return the choice if it differs from the current one.
 
-        Before the first checkpoint there is no choice: trainers start with a fixed interval.
+        Before the first checkpoint, there is no choice, and trainers start with a fixed interval.
         """
         costs = self.costs()
         if costs is None:
@@ -322,7 +322,7 @@ class Evidence:
         self._seen = dataclasses.replace(self._seen, num_lost=self._seen.num_lost + 1)
 
     def _on_resumed(self, event: t.JobResumed) -> None:
-        # Stop at the previous event: nothing was trained between the end and the resume.
+        # Stop at the previous event, because nothing was trained between the end and the resume.
         self._stop_clock(self._newest_at)
         self._is_resuming = True
         self._saved_at = None

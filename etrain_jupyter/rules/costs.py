@@ -24,7 +24,7 @@ class Spent(Protocol):
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Its workers, present and past."""
+        """Its current and former workers."""
 
     @property
     def machine(self) -> str:
@@ -76,7 +76,7 @@ class JobCosts:
     def __init__(self) -> None:
         # Cost of each node at the last update; None before the first.
         self._known: dict[str, tuple[float, float]] | None = None
-        # Cost that each job has paid, by node: a refund is shared like the payments for the node.
+        # Cost that each job has paid, by node, because a refund is shared like these payments.
         self._paid: dict[str, dict[str, RunningCost]] = defaultdict(dict)
         self._has_trained: set[str] = set()
         self._machines: dict[str, str] = {}  # type of each node
@@ -104,7 +104,7 @@ class JobCosts:
         return total
 
     def by_type(self, job_id: str) -> dict[str, float]:
-        """Return the US dollars that a job has spent, by machine type, where it is known."""
+        """Return the US dollars that a job has spent on each known machine type."""
         totals = dict(self._before.get(job_id, {}))
         for node, payers in self._paid.items():
             machine = self._machines.get(node, "")
@@ -124,10 +124,11 @@ class JobCosts:
     ) -> None:
         """Share the cost since the last update among jobs.
 
-        The first update only sets the baseline: a previous scheduler has already shared that cost.
+        The first update only sets the baseline, because a previous scheduler has already shared
+        that cost.
 
         Args:
-            nodes: All nodes, present and past.
+            nodes: All current and former nodes.
             ranks: The job of each worker that is a rank now.
             active: The jobs that have not ended.
         """
@@ -180,11 +181,11 @@ class JobCosts:
 
 
 LEAST_BUSY_S = 20.0
-"""A type counts as measured once its workers have computed for this time, in seconds."""
+"""A type counts as measured once its workers have computed for this many seconds."""
 
 
 def rates_by_type(work: Mapping[str, TypeWork]) -> dict[str, float]:
-    """Return samples per second of one worker, by type, where there are enough measurements.
+    """Return one worker's samples per second, for each type with enough measurements.
 
     >>> rates_by_type({"g5.xlarge": TypeWork(samples=600, busy_s=30.0)})
     {'g5.xlarge': 20.0}
@@ -199,7 +200,8 @@ def rates_by_type(work: Mapping[str, TypeWork]) -> dict[str, float]:
 def samples_by_type(work: Mapping[str, TypeWork], total: int) -> dict[str, float]:
     """Divide ``total`` samples among the types in proportion to the reported samples.
 
-    Ranks report at intervals, and the last samples of a lost rank are never reported.
+    The reports are incomplete: ranks send them at intervals, and a lost rank's last samples are
+    never reported.
     """
     reported = sum(one.samples for one in work.values())
     return {type: total * one.samples / reported for type, one in work.items() if one.samples}

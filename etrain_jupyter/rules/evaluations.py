@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 Mode = Literal["min", "max"]
 
 KEEP_BEST = 32
-"""Number of best evaluations to remember: the weights of the best one may be lost with the machine
-that was saving them; the next best one then counts."""
+"""Number of best evaluations to remember. If the weights of the best one are lost with the machine
+that was saving them, the next best one counts."""
 
 
 class EvaluationRecord(NamedTuple):

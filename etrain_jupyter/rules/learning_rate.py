@@ -1,7 +1,7 @@
 """Schedule the learning rate, and scale it with a batch that grows and shrinks with the workers.
 
 The batch of a job with ``batch.per_worker`` is ``scale`` times its base batch. A rule gives the
-learning rate factor for a scale. The factor increases over several steps: a jump would also
+learning rate factor for a scale. The factor increases over several steps, because a jump would also
 multiply the noisy momentum of the small batch, and the loss might overshoot and not recover. It
 decreases immediately, because the previous rate may be unstable for a smaller batch. The momentum
 buffer itself never changes.
@@ -145,7 +145,8 @@ class GradientNoise:
         variance = (mean_of_squares - square_of_mean) * world_size / (world_size - 1)
         square_norm = square_of_mean - variance / world_size
         count = self.num_estimates + 1
-        # A plain mean at first, then an exponential one. Larger steps are less noisy: weight ~ W.
+        # A plain mean at first, then an exponential one. Larger steps are less noisy, so the weight
+        # is proportional to W.
         weight = max(1.0 / count, min(1.0, world_size / AVERAGING_WINDOW))
         return type(self)(
             variance=self.variance + weight * (variance - self.variance),

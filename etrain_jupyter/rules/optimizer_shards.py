@@ -1,8 +1,8 @@
 """Divide the optimizer's state among the ranks: each shard is on two ranks.
 
-The elements of all trained tensors, one tensor after another, have one index. Shard ``i`` of ``W``
-is a range of that index. Rank ``i`` holds shards ``i`` and ``i + 1``, so that the loss of any ranks
-of which no two are neighbors loses no state::
+The elements of all trained tensors share one index, which counts through one tensor after another.
+Shard ``i`` of ``W`` is a range of that index. Rank ``i`` holds shards ``i`` and ``i + 1``, so state
+is lost only if two neighboring ranks are lost::
 
     shard    0      1      2      3
     rank 0   own    copy
@@ -93,7 +93,7 @@ def plan_moves(
     """Return what must be sent so that each rank holds what it wants; nothing is sent twice.
 
     Deterministic: all ranks compute the same plan. Each move is within one range of its source and
-    one of its target.
+    one range of its target.
 
     Args:
         held: Ranges that each rank has; together they contain all that is wanted.
@@ -108,7 +108,7 @@ def plan_moves(
         for first, stop in _split(wanted[target], held.get(target, ())):
             at = first
             while at < stop:
-                # Of several holders, the one that has sent least so far.
+                # Of several holders, choose the one that has sent the least so far.
                 offers = [
                     (sent[rank], rank, span[1])
                     for rank, spans in held.items()
@@ -126,7 +126,7 @@ def plan_moves(
 
 
 def _split(wanted: Iterable[Range], held: Iterable[Range]) -> list[Range]:
-    # One wanted range after the other, so that each result is within one of them.
+    # Handle one wanted range after another, so that each result is within one of them.
     return [part for span in wanted for part in sorted(subtract([span], held))]
 
 
@@ -158,7 +158,7 @@ def choose_leavers(
     Args:
         ring: The holders in rank order, as the shards were last divided.
         present: The holders that are still there.
-        leaving: Those of them that should leave; holders that are not in the ring can always leave.
+        leaving: The holders that should leave; those that are not in the ring can always leave.
 
     >>> choose_leavers(["a", "b", "c", "d"], ["a", "b", "c", "d"], ["c", "d"])
     ['c']

@@ -23,7 +23,7 @@ def num_rounds(num_bytes: float, world_size: int) -> int:
 
 
 def num_sent(num_bytes: float, world_size: int) -> float:
-    """Return how often a rank sends the size of the tensor.
+    """Return how much data a rank sends, as a multiple of the tensor's size.
 
     >>> num_sent(1e3, 8), num_sent(1e8, 8)
     (3.0, 1.75)

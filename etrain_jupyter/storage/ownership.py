@@ -74,8 +74,8 @@ def _make_key() -> bytes | None:
     #   B:          write hidden B            link fails, key exists    read key A
     path = _key_path()
     hidden = path.with_name(f".{KEY_FILE}.{secrets.token_hex(4)}")
-    # Ignore the error: with a read-only home folder, jobs stay unsigned and can only be resumed
-    # with --trust.
+    # Ignore the error, because with a read-only home folder, jobs stay unsigned and can only be
+    # resumed with --trust.
     with contextlib.suppress(OSError):
         path.parent.parent.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)

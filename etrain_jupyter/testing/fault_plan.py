@@ -70,7 +70,7 @@ class PlannedFault:
             raise ValueError(f"{self.kind}: notice_s={self.notice_s:g} must be at least 0")
 
     def to_code(self) -> str:
-        """Return the call that adds it to a plan."""
+        """Return the call that adds this fault to a plan."""
         arguments = [f"rank={self.rank}", f"step={self.step}"]
         if self.kind in AT_A_PLACE and self.at != "forward":
             arguments.append(f'at="{self.at}"')
@@ -90,7 +90,7 @@ class FaultPlan:
         return self.add("kill", rank=rank, step=step, at=at)
 
     def segfault(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """Crash it with an invalid memory access."""
+        """Crash the trainer with an invalid memory access."""
         return self.add("segfault", rank=rank, step=step, at=at)
 
     def exit(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
@@ -102,7 +102,7 @@ class FaultPlan:
         return self.add("error", rank=rank, step=step, at=at)
 
     def stop(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """Suspend it with SIGSTOP: no thread runs, and its connections stay open."""
+        """Suspend the trainer with SIGSTOP: no thread runs, and its connections stay open."""
         return self.add("stop", rank=rank, step=step, at=at)
 
     def hold_gil(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
@@ -110,19 +110,19 @@ class FaultPlan:
         return self.add("hold_gil", rank=rank, step=step, at=at)
 
     def hang(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """Block its main thread forever, while other threads run."""
+        """Block the trainer's main thread forever, while other threads run."""
         return self.add("hang", rank=rank, step=step, at=at)
 
     def disconnect(self, *, rank: int | None, step: int, at: str = "forward") -> FaultPlan:
-        """Close its connections to the other ranks; the process keeps running."""
+        """Close the trainer's connections to the other ranks; the process keeps running."""
         return self.add("disconnect", rank=rank, step=step, at=at)
 
     def notice(self, *, rank: int | None, step: int, notice_s: float = 120.0) -> FaultPlan:
-        """Preempt its worker, with a notice."""
+        """Preempt the rank's worker, with a notice."""
         return self.add("notice", rank=rank, step=step, notice_s=notice_s)
 
     def kill_worker(self, *, rank: int | None, step: int) -> FaultPlan:
-        """Kill its whole worker, like a power failure."""
+        """Kill the rank's whole worker, like a power failure."""
         return self.add("kill_worker", rank=rank, step=step)
 
     def lose_sample(self, *, rank: int | None, step: int) -> FaultPlan:
@@ -138,7 +138,7 @@ class FaultPlan:
         return self.add("diverge", rank=rank, step=step)
 
     def nan_loss(self, *, rank: int | None, step: int) -> FaultPlan:
-        """Return NaN as its share of a step's loss."""
+        """Return NaN as the rank's share of a step's loss."""
         return self.add("nan_loss", rank=rank, step=step)
 
     def add(self, kind: str, **values: Any) -> FaultPlan:
@@ -192,14 +192,14 @@ class FaultPlan:
         """
         rng = random.Random(f"fault plan {seed}")
         plan = cls()
-        # The order of the draws is part of the plan: changing it gives every seed a different plan.
+        # The order of the draws is part of the plan. Changing it gives each seed a different plan.
         for _ in range(rng.randint(min(2, max_faults), max_faults)):
             kind = rng.choice(list(kinds))
             step = rng.randint(1, num_steps)
             if kind in AT_A_PLACE:
                 place = rng.choice(list(places))
-                # "warm" is before the first step. "form" and "sync" need a generation that forms
-                # at or after `step`, often because of another fault: choose an earlier step.
+                # "warm" is before the first step. "form" and "sync" need a generation that forms at
+                # or after `step`, often because of another fault, so choose an earlier step.
                 step = {"warm": 0, "form": step // 2, "sync": step // 2}.get(place, step)
                 plan = plan.add(kind, rank=rng.randrange(num_ranks), step=step, at=place)
             elif kind == "notice":

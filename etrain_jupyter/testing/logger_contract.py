@@ -330,7 +330,7 @@ class LoggerContract:
         self, place: LoggerPlace, job: Job
     ) -> None:
         """Undone values disappear, and repeated steps appear once."""
-        # The feed follows the log: every record is written before the job returns.
+        # The feed follows the log, so every record is written before the job returns.
         feed = LogFeed(job.path, place.make())
         job.steps(range(1, 5))
         job.evaluation(4, 0.5)

@@ -36,7 +36,7 @@ class S3Endpoint:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that boto3 needs to find it."""
+        """The variables that boto3 needs to find the server."""
         return {
             "AWS_ENDPOINT_URL_S3": self.url,
             "AWS_ACCESS_KEY_ID": "testing",

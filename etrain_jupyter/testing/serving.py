@@ -1,4 +1,4 @@
-"""Processes and HTTP servers of what simulates a cloud, a store or a batch system."""
+"""Processes and HTTP servers that simulate a cloud, a store or a batch system."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def start_server(
 
 def processes_with(*variables: str) -> list[psutil.Process]:
     """Return this user's processes that have one of these ``NAME=value`` in their environment."""
-    # Do not search by process group or parent: programs may start new sessions.
+    # Do not search by process group or parent, because programs may start new sessions.
     wanted = {variable.encode() for variable in variables}
     found = []
     for process in psutil.process_iter():

@@ -7,7 +7,7 @@
         def place(self, tmp_path):
             return MyPlace(tmp_path)
 
-The place opens the store and can modify its data directly, see ``StorePlace``. Its store must
+The place opens the store and can modify its data directly; see ``StorePlace``. Its store must
 write a part of 12 MB in several blocks.
 """
 
@@ -335,7 +335,7 @@ def _damage(place: StorePlace, key: str, fault: str) -> None:
         middle = len(data) // 2
         place.write(key, data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
     elif fault == "pickle":
-        # A valid pickle of the right size: only the digest shows that it is another file.
+        # A valid pickle of the right size, so only the digest shows that it is another file.
         place.write(key, b"\x80\x04N.".ljust(len(data), b"\0"))
     else:
         place.write(key, {"empty": b"", "list": b"[1, 2]"}[fault])

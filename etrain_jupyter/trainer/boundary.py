@@ -10,7 +10,7 @@ from etrain_jupyter.trainer.state.train_state import Mark
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Describes the boundary after a committed step; the loop passes it to its hooks."""
+    """Describes the boundary after a committed step; passed to the loop's hooks."""
 
     group: RankGroup
     """The process group of the current generation."""
@@ -23,7 +23,7 @@ class Boundary:
 class BoundaryHooks:
     """Methods that the training loop calls in the main thread, at step boundaries unless noted.
 
-    By default, they do nothing.
+    The default methods do nothing.
     """
 
     def wants_save(self, before: Mark, after: Mark) -> bool:
@@ -37,7 +37,7 @@ class BoundaryHooks:
         """Handle a committed step, for example by saving a checkpoint."""
 
     def after_eval(self, group: RankGroup) -> None:
-        """Handle an evaluation, or the start of a generation whose state has been evaluated."""
+        """Handle an evaluation, or the start of a generation whose state is already evaluated."""
 
 
 NO_HOOKS = BoundaryHooks()

@@ -1,4 +1,4 @@
-"""Build the parts of a job from the notebook's objects, and try them."""
+"""Build the parts of a job from the notebook's objects, and test them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from etrain_jupyter.wire.progress_page import ProgressPage
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltJob:
-    """The parts of a job that are built once its code and data are here."""
+    """The parts of a job that are built once its code and data have arrived."""
 
     loop: TrainLoop
     sync: StateSync
@@ -69,7 +69,8 @@ class JobBuilder:
     def open_bundle(self, config: TrainConfig) -> OpenBundle:
         """Open the notebook's objects."""
         bundle = open_bundle(Path(self._launch.bundle.path), digest=self._launch.bundle.digest)
-        # All trials of a search share a bundle; their expressions contain their own values.
+        # All trials of a search share a bundle; each trial's expressions contain that trial's
+        # values.
         bundle.references |= config.references()
         bundle.install_sources()
         return bundle
@@ -77,13 +78,13 @@ class JobBuilder:
     def build(
         self, config: TrainConfig, bundle: OpenBundle, *, before: BuiltJob | None
     ) -> BuiltJob:
-        """Build a job and make trial passes.
+        """Build a job and run trial passes.
 
         Args:
             config: The job.
             bundle: The notebook's objects.
-            before: The job that was built before in this process, if training starts again from
-                the initial weights.
+            before: The job previously built in this process, if training restarts from the initial
+                weights.
 
         Raises:
             StateError: If the state cannot be sent or saved.

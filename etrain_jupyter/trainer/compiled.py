@@ -1,6 +1,6 @@
 """Compile the model with torch.compile, for ``compile: true``.
 
-The model is compiled in place: names, hooks, DDP and checkpoints still see the notebook's model.
+The model is compiled in place, so names, hooks, DDP and checkpoints still see the notebook's model.
 All compilation happens in the warm-up, while no other rank waits. Afterwards, nothing is compiled,
 and an unexpected shape or branch runs eagerly. A compilation in the middle of a step would stall
 all ranks, and this rank would appear to be hung.
@@ -32,7 +32,7 @@ MAX_REASON = 300
 
 def compile_in_place(model: nn.Module) -> None:
     """Route every call to ``model`` through torch.compile, which compiles on first use."""
-    # Compile in this process: a pool of compiler processes would outlive a killed trainer.
+    # Compile in this process, because a pool of compiler processes would outlive a killed trainer.
     inductor_config.compile_threads = 1
     torch.compiler.set_stance("default")
     model.compile(backend=BACKEND)

@@ -37,7 +37,8 @@ class Share(NamedTuple):
     that a data set draws from torch, numpy or random depend only on this seed. The data set's own
     generators cannot be seeded."""
     job_seed: int = 0
-    """Seed of the job, for data sets that draw by sample; see ``data.batch_key``."""
+    """Seed of the job, for data sets that draw random numbers per sample; see
+    ``data.batch_key``."""
     epoch: int = 0
     """Epoch of the samples; ``batch_key.EVALUATION`` in an evaluation."""
 
@@ -184,7 +185,7 @@ _SMALL_BYTES = 1 << 20
 
 
 class RowSource:
-    """Rows that are gathered by the batch, in a thread of this process; nothing is random."""
+    """Rows gathered one batch at a time in a thread of this process; nothing is random."""
 
     def __init__(self, rows: RowSet, *, pins_memory: bool) -> None:
         self._rows = rows
@@ -268,13 +269,13 @@ class ItemSource:
         self._loader = None  # the destructor of its iterator stops them
 
     def _start_loader(self, num_workers: int, pins_memory: bool) -> DataLoader[Any]:
-        # Spawned, not forked: the trainer has threads, and possibly a CUDA context.
+        # Spawned, not forked, because the trainer has threads, and possibly a CUDA context.
         return DataLoader(
             cast("Dataset[Any]", self._fetcher),
             batch_sampler=cast("Any", self._shares),  # yields each order unchanged
             num_workers=num_workers,
             collate_fn=_unchanged,  # the fetcher has already collated
-            # Without its own generator, the loader would draw from the one that the model uses.
+            # Without its own generator, the loader would draw from the model's generator.
             generator=torch.Generator(),
             persistent_workers=True,
             pin_memory=pins_memory,
@@ -357,8 +358,8 @@ class _Fetcher:
 
 @contextlib.contextmanager
 def _naming(samples: str) -> Iterator[None]:
-    # A data set's own error often names neither: for a truncated JPEG, PIL raises "image file is
-    # truncated".
+    # A data set's own error often names neither the sample nor its file. For a truncated JPEG, PIL
+    # raises "image file is truncated".
     try:
         yield
     except FileNotFoundError:

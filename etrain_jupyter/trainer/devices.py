@@ -24,8 +24,8 @@ _NCCL_ENVIRONMENT = {
     # After an error on a peer, the watchdog sleeps for four times this timeout (15 s by default).
     # It holds a lock that every new collective takes, so an abort would have to wait for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-    # NVLink SHARP keeps state outside of the communicator, which an abort does not free. NVIDIA's
-    # in-process restart (nvidia-resiliency-ext) requires this setting for the same reason.
+    # NVLink SHARP keeps state outside the communicator, and an abort does not free that state.
+    # NVIDIA's in-process restart (nvidia-resiliency-ext) requires this setting for the same reason.
     "NCCL_NVLS_ENABLE": "0",
 }
 """These override the user's environment, because with other values, losing a peer would kill or

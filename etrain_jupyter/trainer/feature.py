@@ -1,7 +1,7 @@
 """A step in progress, and the features that act on it.
 
-A feature is an optional part of a step, in a file of its own. A default step has two of them: the
-accounting of times and the fingerprint of the weights. ``loop.features`` lists those of a job.
+A feature is an optional part of a step, in a file of its own. A default step has two features: the
+time accounting and the fingerprint of the weights. ``trainer.features`` lists a job's features.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from etrain_jupyter.trainer.times import StepTimes, Stopwatch
 
 
 class StepFeature:
-    """One optional part of a step. Each method is a moment, in this order; by default, it is empty.
+    """One optional part of a step. Its methods are called in this order; all are empty by default.
 
     ::
 
         begin             a generation has formed
         before_forward
         header_fields     the last forward pass is done, and the step header is about to be sent
-        after_sum         gradients and header are sums over the ranks; the same on all of them
-        before_update     all of it can still be undone
+        after_sum         gradients and header are sums over the ranks, the same on all ranks
+        before_update     everything can still be undone
         after_update      the weights have changed
         after_commit      the counters have advanced
-        settle            wait for what the update exchanges; only a lost peer may raise
+        settle            wait for the update's exchanges; raises only if a peer is lost
         after_report      the times of the step are known
-        undo              instead of the rest, after any error before the commit
+        undo              replaces the rest after any error before the commit
     """
 
     def begin(self, group: RankGroup) -> None:
@@ -54,28 +54,28 @@ class StepFeature:
         """Prepare the step."""
 
     def header_fields(self, step: Step, fields_F: NDArray[np.float64]) -> None:
-        """Set this rank's fields, shape ``(num_fields,)``, which are zeros.
+        """Set this rank's fields, shape ``(num_fields,)``, which are initially zero.
 
         On a GPU, another thread may call this, after copies that ``before_forward`` has started.
         """
 
     def after_sum(self, step: Step) -> None:
-        """Use the sums; raise to undo the step, on all ranks alike."""
+        """Use the sums. To undo the step, raise the same error on all ranks."""
 
     def before_update(self, step: Step) -> None:
         """Change the gradients before the optimizer uses them."""
 
     def after_update(self) -> None:
-        """Follow the updated weights."""
+        """Act on the updated weights."""
 
     def after_commit(self, step: Step) -> None:
-        """Keep what the step has changed."""
+        """Keep the step's changes."""
 
     def settle(self, step: Step) -> None:
-        """Wait for what the update exchanges.
+        """Wait for the update's exchanges.
 
         Raises:
-            CommunicationError: A peer is lost; the step counts nevertheless.
+            CommunicationError: A peer is lost; the step still counts.
         """
 
     def after_report(self, step: Step) -> None:
@@ -103,7 +103,7 @@ class Features:
         self.num_fields = 0
 
     def _moments(self, name: str) -> tuple[Callable[..., Any], ...]:
-        # Without the empty methods, so that a feature costs a step nothing at other moments.
+        # Leave out empty methods, so that a feature costs nothing at moments that it does not use.
         has_own = (f for f in self._features if getattr(type(f), name) is not _EMPTY[name])
         return tuple(getattr(feature, name) for feature in has_own)
 
@@ -160,9 +160,9 @@ class Step:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     forward: Callable[[nn.Module, Any, int, int], Pass]
-    """Runs a batch through the module, see ``Workload.forward``."""
+    """Runs a batch through the module; see ``Workload.forward``."""
     scale: Callable[[torch.Tensor], torch.Tensor] | None
-    """Multiplies a loss by the loss scale; None without one."""
+    """Multiplies a loss by the loss scale; None if there is none."""
     group: RankGroup
     job_seed: int
     watch: Stopwatch
@@ -179,12 +179,12 @@ class Step:
     means: Means = field(default_factory=lambda: Means(math.nan, {}, 1.0))
     """Loss and metrics; valid once the header is summed."""
     is_prepared: bool = False
-    """True if this rank must not make the update by itself: with ``shard: optimizer``, the next
+    """True if this rank must not apply the update on its own: with ``shard: optimizer``, the next
     generation decides whether the step counts."""
     is_updated: bool = False
     """True if the weights have changed; False if all ranks skip the update."""
     times: StepTimes = field(default_factory=StepTimes)
-    """Times of its parts; valid once the step is committed."""
+    """Times of the step's parts; valid once the step is committed."""
     elapsed_s: float = 0.0
     """Time since the end of the last step or evaluation, in seconds."""
     metrics_s: float | None = None
@@ -199,7 +199,7 @@ class Step:
             faults.at(place, rank=self.group.rank, step=self.number)
 
     def fields_of(self, feature: StepFeature) -> list[float]:
-        """Return a feature's fields of the header: sums over the ranks; empty without fields."""
+        """Return a feature's header fields, summed over the ranks; empty if it has none."""
         place = self.features.fields.get(feature)
         fields: list[float] = [] if place is None else self.header.fields_F[place].tolist()
         return fields
@@ -219,7 +219,7 @@ class Step:
             indices, batch = next(self.batches)
         self.reach("forward")
         passed = self.forward(module, batch, len(indices), self.span.samples)
-        # The micro-batch that a rank without samples borrows does not count, see
+        # The micro-batch that a rank without samples borrows does not count; see
         # ``AveragedGradients``.
         if slot is not None:
             self.header.add(slot, indices, passed.loss, passed.shares)

@@ -42,10 +42,10 @@ def features_of(
     precision, clip = workload.precision, config.clip_grad_norm
     # The order matters before an update:
     #
-    #     noise, rates     of the gradients as summed, still times the loss scale
+    #     noise, rates     use the gradients as summed, still multiplied by the loss scale
     #     weight, scale    gradients become those of the mean loss
     #     clip             by the norm of these gradients
-    #     shards           nothing is changed before all ranks can update
+    #     shards           change nothing before all ranks can update
     features = (
         times,
         WeightFingerprint(workload.model, averages, named),
@@ -76,7 +76,7 @@ class SpeedShares(StepFeature):
     """Share the samples of a step by the measured speeds of the ranks, for ``batch.split: auto``.
 
     All ranks know the time per sample of each rank from the step header, and compute the same
-    shares, see ``rules.samples.balance``.
+    shares; see ``rules.samples.balance``.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class SpeedShares(StepFeature):
         self._cost.begin()
 
     def num_fields(self, world_size: int) -> int:
-        """Return the number of fields: each rank's time per sample, and the error of each."""
+        """Return the number of fields: a time per sample and its error for each rank."""
         return 2 * world_size
 
     def header_fields(self, step: Step, fields_F: NDArray[np.float64]) -> None:
@@ -101,7 +101,7 @@ class SpeedShares(StepFeature):
         self._cost.add(times.data_s + times.compute_s + times.optimizer_s, step.num_own)
 
     def change(self, step: Step, balance: Balance | None) -> str:
-        """Decide about the shares after a step.
+        """Decide after a step whether to change the shares.
 
         Returns:
             A message if they change from the next step on; otherwise, an empty string.

@@ -1,16 +1,16 @@
 """Fork server: imports torch once, and forks a trainer for each job.
 
-Imports take seconds, a fork takes milliseconds. The workers of a local cluster share one server;
-on other pools, each worker starts its own. The server runs no user code, so a trainer starts
-without any state from earlier jobs, such as modules, random states, CUDA contexts, threads or
-files::
+Imports take seconds, but a fork takes milliseconds. The workers of a local cluster share one
+server; on other pools, each worker starts its own. The server runs no user code, so a trainer
+starts without any state from earlier jobs, such as modules, random states, CUDA contexts, threads
+or files::
 
     worker         fork a trainer ──▶                           ◀── pid and pidfd of the trainer
     fork server    imports torch      forks ─────── forks ───────▶ waits for the next request
                                         └▶ trainer A   └▶ trainer B
 
-A trainer outlives the server, unless its worker has exited: the server then kills it, even if it
-is stopped.
+A trainer outlives the server. However, the server kills a trainer whose worker has exited, even a
+stopped one.
 
 A fork copies only the calling thread, and CUDA cannot be used in a fork of a process that has
 initialized it. If the imports leave the server in such a state, it refuses each fork, and the
@@ -36,17 +36,18 @@ from etrain_jupyter.trainer.imports import import_modules
 from etrain_jupyter.wire.fork_records import NUM_FDS, RECORD, Kind
 
 MAX_REQUEST = 1 << 20
-"""Largest size of a request in bytes: a record with the environment or the names of modules."""
+"""Maximum size in bytes of a request, which is a record with the environment or the names of
+modules."""
 
 KEEPER_PIPE = 0
-"""Standard input is the pipe that ends with the keeper (``process.entry``). It is read here
+"""Standard input is the pipe that closes when the keeper (``process.entry``) exits. It is read here
 instead of in a thread, because a process with threads must not fork."""
 
 PROBE_S = 5.0
 """Timeout in seconds for the trial fork."""
 
 PASSED = 17
-"""Exit code of a trial whose imports allow forks; one that a module is unlikely to exit with."""
+"""Exit code of a trial whose imports allow forks; no module is likely to exit with this code."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class TrainerRequest:
 class _Child:
     pid: int
     connection: int
-    """Descriptor of the connection of the worker for which it was forked."""
+    """Descriptor of the connection to the worker that requested the fork."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +99,12 @@ def serve(control: socket.socket) -> TrainerRequest | None:
     """Fork a trainer for each request. Returns in each forked process, and finally in the server.
 
     Args:
-        control: Connection to the process that started the server. It sends a descriptor for each
-            worker: its connection.
+        control: Connection to the process that started the server. That process sends the
+            connection to each worker, as a descriptor.
 
     Returns:
-        In a forked process, its request. In the server, None once the keeper has exited, or the
-        head and all workers have.
+        In a forked process, the request for it. In the server, None once the keeper has exited, or
+        the head and all workers have exited.
     """
     return _Server(control).run()
 
@@ -125,7 +126,7 @@ class _Server:
             trial = [self._trial.pidfd] if self._trial is not None else []
             watched = [KEEPER_PIPE, *control, *self._connections, *self._children, *trial]
             ready = set(select.select(watched, [], [])[0])
-            if KEEPER_PIPE in ready:  # nothing is ever written: this is its end-of-file
+            if KEEPER_PIPE in ready:  # nothing is ever written, so this is the end of the file
                 break
             for pidfd in self._children.keys() & ready:
                 self._report_exit(pidfd)
@@ -164,7 +165,7 @@ class _Server:
             self._drop(descriptor)
             return None
         if self._can_fork is None:
-            # Other workers wait meanwhile: their requests stay in their connections.
+            # Meanwhile, other workers wait; their requests stay in the connections.
             importlib.import_module("etrain_jupyter.trainer.trainer")
             self._check()
         kind, payload = RECORD.unpack_from(data)[0], data[RECORD.size :].decode()
@@ -200,7 +201,7 @@ class _Server:
     def _begin_trial(self) -> None:
         """Import the modules of the previous jobs, first in a fork.
 
-        If a module starts threads, or ends the process, the server does without all of them.
+        If a module starts threads or ends the process, the server imports none of the modules.
         """
         # trainer      hello, PackagesImported
         # server                4 s later: forks ─────────────────────── imports sklearn
@@ -247,9 +248,9 @@ class _Server:
         self._send(child.connection, RECORD.pack(Kind.EXITED, child.pid, code))
 
     def _drop(self, descriptor: int) -> None:
-        """Close a worker's connection, and kill its trainers: their channels are closed too."""
+        """Close a worker's connection and kill its trainers, whose channels are closed, too."""
         # A trainer exits by itself when its channel closes, but not if it is stopped or hangs.
-        # ``select`` then reports the exit, and ``_send`` finds no connection.
+        # ``select`` reports each exit later, and ``_send`` finds no connection.
         self._connections.pop(descriptor).close()
         for pidfd, child in self._children.items():
             if child.connection == descriptor:
@@ -275,9 +276,10 @@ class _Server:
 def can_fork() -> bool:
     """Return True if a fork of this process is usable as a trainer.
 
-    A trial fork reveals two problems. OpenBLAS stops its threads before a fork and restarts them
-    when needed; a thread that is still running afterwards belongs to a library that does not
-    support forks. And in the child, torch can report whether the parent has initialized CUDA.
+    A trial fork reveals two problems. First, OpenBLAS stops its threads before a fork and restarts
+    them when needed, so a thread that is still running afterwards belongs to a library that does
+    not support forks. Second, torch can report in the child whether the parent has initialized
+    CUDA.
     """
     import torch
 

@@ -20,16 +20,17 @@ import sysconfig
 from collections.abc import Iterable
 
 SET_BY_IMPORTS = ("CUBLAS_", "KMP_", "NCCL_", "TORCH_NCCL_")
-"""Prefixes of variables that packages, and this one, set without a request of the job."""
+"""Prefixes of environment variables that packages, including this one, set by themselves and not at
+the job's request."""
 
 
 WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Variables that keep packages from starting threads at their import, because a process with
-threads must not fork. Example: the allocator of pyarrow, which pandas and scikit-learn import."""
+"""Variables that keep packages from starting threads when they are imported, because a process with
+threads must not fork. One such package is pyarrow, which pandas and scikit-learn import."""
 
 
 class ImportRecord:
-    """The modules that were loaded, and the environment, when a trainer began."""
+    """The loaded modules and the environment at the start of a trainer."""
 
     def __init__(self) -> None:
         self._modules = frozenset(sys.modules)
@@ -38,8 +39,8 @@ class ImportRecord:
     def new_modules(self) -> tuple[str, ...]:
         """Return the modules of installed packages that have been imported since then.
 
-        Empty if the job has changed the environment: many packages read it while they are imported,
-        so they have to be imported after the change.
+        Empty if the job has changed the environment, because many packages read it during their
+        import and must therefore be imported after the change.
         """
         if self._environment != _environment():
             return ()
@@ -49,7 +50,7 @@ class ImportRecord:
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules; one that fails is left to the job."""
+    """Import modules, and ignore errors; the job itself will import the modules that failed."""
     added = {k: v for k, v in WITHOUT_THREADS.items() if k not in os.environ}
     os.environ.update(added)
     for name in names:
@@ -70,7 +71,7 @@ def _package_folders() -> tuple[str, ...]:
 
 
 def _is_installed(name: str, folders: tuple[str, ...]) -> bool:
-    # Modules of the notebook's folder may change between jobs. Modules without a file are created
-    # by others.
+    # Modules in the notebook's folder may change between jobs. Modules without a file are created
+    # by other modules.
     origin = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
     return origin is not None and origin.startswith(folders)

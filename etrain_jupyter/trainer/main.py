@@ -27,21 +27,22 @@ from etrain_jupyter.wire.messages import LaunchTrainer, SpareReady
 from etrain_jupyter.wire.progress_page import ProgressPage, start_pulse
 
 MAX_DESCRIPTORS = 2**20
-"""Upper bound for the descriptor limit. Without a limit, programs that close every possible
-descriptor at startup would take minutes."""
+"""Upper bound for the descriptor limit. Without this bound, programs that close every possible
+descriptor at startup would take minutes to start."""
 
 TRIM_THRESHOLD = 256 << 20
-"""Free memory at the end of the heap that is kept, in bytes."""
+"""Number of bytes of free memory that are kept at the end of the heap."""
 
 MMAP_THRESHOLD = 32 << 20
-"""Size from which a block is always returned when it is freed, in bytes; the maximum of glibc."""
+"""Blocks of at least this many bytes are always returned when they are freed; this is glibc's
+maximum."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NAMES = ("trim_threshold", "mmap_threshold")
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the open-file limit to the user's maximum: gloo terminates the process at the limit.
+    """Raise the open-file limit to the user's maximum, because gloo ends a process that reaches it.
 
     While a rank's connections form, each unknown connection to its port uses one descriptor.
     """
@@ -79,8 +80,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles interrupts
     if os.environ.get("ETRAIN_SIGTERM") == "ignore":
         # A batch system sends SIGTERM to all processes of a job, some time before SIGKILL. The
-        # worker handles it: this trainer leaves at the next step boundary. Ignored rather than
-        # handled, so that the signal does not interrupt system calls of gloo or NCCL.
+        # worker handles it: this trainer leaves at the next step boundary. The signal is ignored
+        # rather than handled, so that it does not interrupt system calls of gloo or NCCL.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print_any_text()
     if is_server:
@@ -137,8 +138,9 @@ def keep_freed_memory() -> bool:
     """Keep freed memory for the next step instead of returning it to the kernel.
 
     By default, glibc returns the free end of the heap when it is twice as large as the largest
-    block freed so far, and always from 64 MiB. A step frees its activations and gradients, and the
-    next step gets the same memory back page by page, each filled with zeros by the kernel::
+    block freed so far, and always when it reaches 64 MiB. A step frees its activations and
+    gradients, and the next step gets the same memory back page by page, each filled with zeros by
+    the kernel::
 
         default   step: page faults ── free: returned ── step: page faults ── free: returned
         kept      step: page faults ── free: kept ────── step ─────────────── free: kept

@@ -1,7 +1,7 @@
 """Micro-batch size of this rank, for ``batch.micro``.
 
 In the warm-up, ``auto`` finds the largest size that fits; it halves the size when memory runs out
-later. Each rank has its own size: it splits its share of a step into as many passes as necessary,
+later. Each rank has its own size, and splits its share of a step into as many passes as necessary,
 and the ranks exchange one sum after the last pass.
 """
 
@@ -37,7 +37,7 @@ class MicroBatch:
     """The size of this rank's micro-batches.
 
     Args:
-        most: Number of samples in the largest pass that this rank can ever make (``largest_pass``).
+        most: Number of samples in the largest pass that this rank can ever run (``largest_pass``).
     """
 
     def __init__(self, batch: BatchConfig, most: int) -> None:
@@ -91,7 +91,8 @@ class MicroBatch:
 
 def largest_pass(batch: BatchConfig, num_samples: int) -> int:
     """Return the number of samples in the largest pass of a job that has a single rank."""
-    # Assume a single rank, whatever the current number: the job may shrink to one rank later.
+    # Assume a single rank, whatever the current number, because the job may shrink to one rank
+    # later.
     count = min(batch.size(1), num_samples)
     plan = plan_step(
         count=count,
@@ -108,7 +109,8 @@ def largest_fit(fits: Callable[[int], bool], most: int) -> int:
 
     Halve ``most`` until it fits, in at most ``log2(most) + 1`` trials. Then bisect the gap to the
     smallest size that did not fit, in at most ``NUM_REFINEMENTS`` trials. The result is at least
-    8/9 of the largest size that fits: each bisection halves a gap of at most the size itself.
+    8/9 of the largest size that fits, because each bisection halves a gap of at most the size
+    itself.
 
     >>> largest_fit(lambda size: size <= 100, 256)
     96
@@ -245,7 +247,7 @@ def _size_of(tensor: torch.Tensor) -> int:
 
 
 def _state_sizes(optimizer: torch.optim.Optimizer) -> list[int]:
-    # Returns sizes in bytes. A copy of the optimizer makes a step on tiny parameters, one per real
+    # Returns sizes in bytes. A copy of the optimizer takes a step on tiny parameters, one per real
     # parameter. A state tensor that is as large as the tiny parameter will be as large as the real
     # parameter. A step on the real parameters would itself need the memory that is being measured.
     parameters = [p for p in _parameters_of(optimizer) if p.requires_grad]

@@ -18,8 +18,8 @@ Optimizers = Callable[..., torch.optim.Optimizer]
 
 PACKAGE = "pytorch_optimizer"
 _IN_PACKAGE: dict[str, tuple[str, dict[str, Any]]] = {
-    # As in the paper and in Google's own code: the trust ratio also scales the decay, and the rate
-    # is not divided by a bias correction (as the package would unless adam_debias is set). You et
+    # As in the paper and in Google's own code, the trust ratio also scales the decay, and the rate
+    # is not divided by a bias correction (the package divides it unless adam_debias is set). You et
     # al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020.
     "LAMB": ("Lamb", {"weight_decouple": False, "adam_debias": True}),
     "LARS": ("LARS", {}),
@@ -70,7 +70,8 @@ def _call(function: Callable[..., Any], model: nn.Module) -> Any:
         first = next(iter(inspect.signature(function).parameters), "")
     except (TypeError, ValueError):  # built-in code has no signature
         first = ""
-    # "self" is a method of the model's class, such as configure_optimizers of a LightningModule.
+    # A function whose first parameter is "self" is a method of the model's class, such as
+    # configure_optimizers of a LightningModule.
     given = {"model": model, "self": model, "named_parameters": named, "named_params": named}
     return function(given.get(first, [p for _, p in named]))
 

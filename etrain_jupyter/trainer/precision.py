@@ -94,7 +94,7 @@ class Precision(StepFeature):
 
     def undo(self, step: Step) -> None:
         """Reset the scaler after a step that is undone; keep the loss scale."""
-        # Only ``update`` would reset the scaler, and without a reset, the scaler refuses to unscale
+        # Normally, ``update`` resets the scaler. Without a reset, the scaler refuses to unscale
         # again.
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()

@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 class Ahead:
     """One thread that prepares a few batches in advance, in order.
 
-    It must not run code of the notebook: the random generators of torch, NumPy and Python are
-    shared by all threads, so numbers that such code draws would change those of the model.
+    The thread must not run the notebook's code. All threads share the random generators of torch,
+    NumPy and Python, so numbers drawn by that code would change those of the model.
     """
 
     def __init__(self) -> None:

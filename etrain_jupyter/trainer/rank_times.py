@@ -52,8 +52,8 @@ class CoreWait:
 
 def _read() -> tuple[int, float] | None:
     """Return this thread and its total wait in seconds; None if the system does not report it."""
-    # Nanoseconds on a core, nanoseconds of waiting for one, number of times on a core. Other
-    # systems, and some containers, do not have the file.
+    # The file has three numbers: nanoseconds on a core, nanoseconds spent waiting for a core, and
+    # how often the thread ran. Other systems and some containers do not have the file.
     thread = threading.get_native_id()
     try:
         text = (_TASKS / str(thread) / "schedstat").read_text(encoding="ascii")
@@ -112,13 +112,13 @@ class RankTimes(StepFeature):
         return world_size
 
     def header_fields(self, step: Step, fields_F: NDArray[np.float64]) -> None:
-        """Set this rank's exposed communication; the others' entries come from them."""
+        """Set this rank's exposed communication; each rank sets only its own entry."""
         fields_F[step.group.rank] = self._communication_s
 
     def after_report(self, step: Step) -> None:
         """Add a step."""
         # The last rank to reach the exchange waits for no other rank, so its exposed communication
-        # is the transfer. Any longer time of another rank is a wait for the slowest one.
+        # is the transfer. Any additional time on another rank is a wait for the slowest rank.
         wait_s = self._communication_s - min(step.fields_of(self))
         self.add_step(
             step.number,
@@ -147,7 +147,7 @@ class RankTimes(StepFeature):
             times: Times of its parts.
             samples: Number of samples that this rank processed.
             elapsed_s: Time since the end of the last step or evaluation.
-            wait_s: Time for which this rank waited for a slower one in the previous step.
+            wait_s: Time for which this rank waited for a slower rank in the previous step.
             metrics_s: Time in the cell's metric functions; None if it cannot be measured.
         """
         # elapsed_s of step 8, whose parts are in ``times``:
@@ -155,7 +155,7 @@ class RankTimes(StepFeature):
         #     step 7 ends | checkpoint (_stall_s) | fetch, compute, sum, update | step 8 ends
         self._step, self._num_steps = step, self._num_steps + 1
         self._samples += samples
-        # Not `asdict`, whose copies would be half of the cost of the accounting.
+        # Avoid ``asdict``, because its copies would take half of the accounting's time.
         for name, seconds in vars(times).items():
             self._spent[name] += seconds
         # The step header carries the times of the previous step.

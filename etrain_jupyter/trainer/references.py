@@ -9,7 +9,7 @@ from etrain_jupyter.config.references import check_call
 
 
 class References(Protocol):
-    """The notebook's expressions, to be evaluated on this rank; an opened bundle."""
+    """The notebook's expressions, which an opened bundle evaluates on this rank."""
 
     def evaluate(self, key: str) -> Any:
         """Evaluate the expression of a config key, and return a new value."""
@@ -25,7 +25,7 @@ class DataError(ValueError):
 
 
 def check_fit(key: str, value: Any) -> None:
-    """Check that the job can call a value with its arguments, as the kernel did for plain names.
+    """Check that the job can call the value of ``key``, as the kernel has done for plain names.
 
     Raises:
         WorkloadError: If it cannot.

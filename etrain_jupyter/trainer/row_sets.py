@@ -31,7 +31,7 @@ class RowSet(Protocol):
     def __len__(self) -> int: ...
 
     def batch_of(self, rows: NDArray[np.int64]) -> Any:
-        """Return the batch of some rows, in that order; its memory may be written to."""
+        """Return the batch of some rows, in that order; the caller may write to its memory."""
         ...
 
 
@@ -58,7 +58,7 @@ def row_set_of(data: Any, name: str) -> RowSet | None:
         return TensorRows(tuple(torch.as_tensor(v) for v in data), name)
     if is_frame(data):
         return FrameRows(data, name)
-    # A custom format is a function of the notebook.
+    # A custom format is one of the notebook's functions.
     if is_hugging_face(data) and data.format["type"] != "custom":
         return HuggingFaceRows(data, name)
     return None
@@ -109,8 +109,8 @@ class TensorRows:
 class FrameRows:
     """A pandas, Polars or Arrow table.
 
-    A batch is a dict of its columns, as for ``Shards``: numbers as tensors of shape ``(B,)``, lists
-    of equal length ``(B, L)``, text as a list.
+    A batch is a dict of its columns, as for ``Shards``. Numbers become tensors of shape ``(B,)``,
+    lists of equal length become tensors of shape ``(B, L)``, and text becomes a list.
     """
 
     is_decoded = False
@@ -153,7 +153,7 @@ class FrameRows:
 
 
 class HuggingFaceRows:
-    """A Hugging Face ``Dataset`` in the format ``torch``, with the columns of its own format."""
+    """A Hugging Face ``Dataset`` in ``torch`` format, with the columns of its original format."""
 
     is_decoded = True
 

@@ -38,7 +38,7 @@ class BatchSeeds(NamedTuple):
     fetch: int
     """Seed of torch, numpy and random in the process that fetches the batch."""
     job: int = 0
-    """Seed of the job, for numbers that are drawn by sample."""
+    """Seed of the job, for numbers that are drawn per sample."""
     epoch: int = 0
     """Epoch of the samples, for the same purpose."""
 

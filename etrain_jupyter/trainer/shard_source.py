@@ -30,7 +30,8 @@ from etrain_jupyter.trainer.seeds import BatchSeeds, seeded
 _NUM_AHEAD = 2
 """Number of batches whose blocks are read ahead."""
 _SEQUENTIAL_BLOCKS = 4
-"""Blocks to keep in memory if a set is read in the order of its files, as in an evaluation."""
+"""Number of blocks to keep in memory if a set is read in the order of its files, as in an
+evaluation."""
 
 Samples = Sequence[int] | NDArray[np.int64]
 
@@ -68,8 +69,8 @@ class ShardSource:
         self._pins_memory = pins_memory
         self._shares = _Shares()
         self._ahead = Ahead()
-        # Only the work on single samples is worth a process: rows would cross two processes for
-        # nothing.
+        # Only per-sample work is worth a loader process; otherwise, rows would cross two processes
+        # for nothing.
         self._loader = (
             self._start_loader(num_workers) if num_workers and self._convert.is_by_sample else None
         )
@@ -121,7 +122,7 @@ class ShardSource:
         return request.samples, self._reader.take(request.samples), request.seeds
 
     def _start_loader(self, num_workers: int) -> DataLoader[Any]:
-        # Spawned, not forked: the trainer has threads, and possibly a CUDA context.
+        # Spawned, not forked, because the trainer has threads, and possibly a CUDA context.
         return DataLoader(
             cast("Dataset[Any]", self._convert),
             batch_sampler=cast("Any", self._shares),  # passes the columns on unchanged
@@ -175,7 +176,7 @@ class _Shares:
 class _Converter:
     # Turns rows into a batch, here or in a loader process.
     #
-    # Pickled by value: plain pickle would look for the notebook's functions in a module.
+    # Pickled by value, because plain pickle would look for the notebook's functions in a module.
     def __init__(self, shards: Shards, collate: Callable[[list[Any]], Any] | None) -> None:
         self._shards = shards
         self._collate = collate

@@ -5,12 +5,13 @@
     load            samples of this rank's share
     forward         every pass, with the shares of the loss in the step header
     backward, sum   gradients and header, over all ranks
-    agree           a lost peer, diverged weights or a non-finite loss undo the step, on all alike
+    agree           a lost peer, diverged weights or a non-finite loss undo the step on all ranks
     update          the weights
     commit          the only point at which the counters advance
     report          one record to the coordinator
 
-``StepTrainer.train`` is this sentence. The optional parts of a step are ``StepFeature`` objects.
+``StepTrainer.train`` runs these parts in order. The optional parts of a step are ``StepFeature``
+objects.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class Gradients(Protocol):
     merges: tuple[Merge, ...]
     """Order in which the slots are added up."""
     overlaps_device: bool
-    """True if the exchange thread may send the step header, see ``StepHeader``."""
+    """True if the exchange thread may send the step header; see ``StepHeader``."""
     balance: Balance | None
     """Shares by the ranks' speeds; None if they are even."""
 
     def counts(self, span: StepRange) -> tuple[int, ...]:
-        """Return the number of samples in each share of a step: of each rank, or of each shard."""
+        """Return the number of samples in each share of a step, by rank or by shard."""
         ...
 
     def parts(self, span: StepRange) -> list[PassSamples]:
@@ -119,7 +120,7 @@ class StepTrainer:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """The time until now is not part of the next step."""
+        """Exclude the time until now from the next step."""
         self._last_end = time.perf_counter()
 
     def train(
@@ -167,7 +168,7 @@ class StepTrainer:
             elif device_error_in(exc) is None:
                 self._undo(step)
             raise
-        # From here on, nothing may raise an exception before the step is reported: the weights have
+        # From here on, nothing may raise an exception before the step is reported. The weights have
         # changed, so the counters must be updated.
         self._commit(step)
         try:
@@ -277,7 +278,7 @@ class StepTrainer:
             faults.corrupt_weights(self._workload.model, rank=step.group.rank, step=state.step)
 
     def _undo(self, step: Step) -> None:
-        # The weights and the optimizer have not changed yet (or are torn, see ``_apply``). But the
+        # The weights and the optimizer have not changed yet (or are torn; see ``_apply``). But the
         # forward pass has changed the running buffers.
         if step.buffers_before:
             self._moving.put_back(step.buffers_before)
@@ -311,7 +312,7 @@ class StepTrainer:
     # --- shard: optimizer ---
 
     def complete_prepared(self) -> None:
-        """Commit the step that is prepared: another rank has committed it."""
+        """Commit the prepared step, because another rank has committed it."""
         assert self.prepared is not None
         step, self.prepared = self.prepared, None
         if step.is_updated:
@@ -320,7 +321,7 @@ class StepTrainer:
         self._report(step)
 
     def drop_prepared(self) -> None:
-        """Undo the step that is prepared, if there is one."""
+        """Undo the prepared step, if there is one."""
         if self.prepared is not None:
             step, self.prepared, self.in_step = self.prepared, None, False
             self._undo(step)

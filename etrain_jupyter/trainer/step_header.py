@@ -1,6 +1,6 @@
 """Step header: one small vector that is summed over all ranks in every step.
 
-The sum overlaps with the backward pass. Shapes: ``M`` means (loss first, see
+The sum overlaps with the backward pass. Shapes: ``M`` means (loss first; see
 ``objective.measures``), ``S`` slots, ``F`` fields of features.
 """
 
@@ -54,8 +54,8 @@ class StepHeader:
         num_slots: ``S``.
         num_fields: ``F``.
         merges: Order in which the slots are added up.
-        copies: Copies the values from a GPU, so that the training thread does not wait for it. The
-            header is then sent by the exchange thread. None if the training thread sends it.
+        copies: Copies the values from a GPU, so that the training thread does not wait for the GPU.
+            The exchange thread then sends the header. None if the training thread sends it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class StepHeader:
         # One vector, because a step should need one small collective rather than several.
         means_at = NUM_COUNTS + num_fields
         self._values = torch.zeros(means_at + num_slots * num_means, dtype=torch.float64)
-        # The same memory: an access to one number takes a tenth of torch's time for it.
+        # The same memory as an array, because accessing one number takes a tenth of torch's time.
         self._numbers: NDArray[np.float64] = self._values.numpy()
         self.fields_F = self._numbers[NUM_COUNTS:means_at]
         """The fields of features; their sums after ``wait``."""
@@ -129,7 +129,7 @@ class StepHeader:
         self._sent = group.all_reduce_after(prepare, self._values)
 
     def _complete(self, fill: Fill) -> None:
-        # Add what comes from the device, see ``copies``.
+        # Add the values that come from the device; see ``copies``.
         for slot, shares_M in self._copied:
             self._means_SM[slot] += shares_M.numpy()
         fill(self.fields_F)

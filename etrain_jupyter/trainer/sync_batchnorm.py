@@ -8,7 +8,7 @@ is one batch, so the result equals ``torch.nn.BatchNorm`` over the concatenated 
     backward   each rank: two sums of the output's gradient per channel ── exchange ── gradient
 
 Both exchanges block. All ranks therefore need the same layers in the same order, and the same
-number of passes; a rank without samples for a pass borrows some, which do not count.
+number of passes; a rank without samples for a pass borrows samples, which do not count.
 
 Shape: ``C`` channels.
 """
@@ -41,7 +41,7 @@ class Waitable(Protocol):
 
 
 class StartingPeers(Peers, Protocol):
-    """The ranks of a generation, see ``group.process_group.RankGroup``."""
+    """The ranks of a generation; see ``group.process_group.RankGroup``."""
 
     def start(self, work: Any) -> Waitable:
         """Run ``work`` in the exchange thread."""
@@ -49,7 +49,7 @@ class StartingPeers(Peers, Protocol):
 
 
 class Watch(Protocol):
-    """Measures the parts of a step, see ``times.Stopwatch``."""
+    """Measures the parts of a step; see ``times.Stopwatch``."""
 
     def exchanging(self) -> contextlib.AbstractContextManager[None]:
         """Measure an exchange."""
@@ -68,7 +68,7 @@ NO_WATCH: Watch = NoWatch()
 
 
 class SyncedNorms:
-    """The BatchNorm layers of a model; outside ``over``, they use a rank's own samples.
+    """The BatchNorm layers of a model; outside ``over``, each rank uses its own samples.
 
     Raises:
         WorkloadError: If the model has no BatchNorm layer, or one with a ``forward`` of its own.
@@ -76,8 +76,8 @@ class SyncedNorms:
 
     def __init__(self, model: nn.Module) -> None:
         self.counts = True
-        """False while a pass uses borrowed samples: they get the same statistics, but add nothing
-        to them."""
+        """False while a pass uses borrowed samples. They are normalized with the same statistics,
+        but do not contribute to them."""
         self._peers: StartingPeers | None = None
         self._watch: Watch = NO_WATCH
         layers = {name: m for name, m in model.named_modules() if isinstance(m, _BatchNorm)}
@@ -96,12 +96,12 @@ class SyncedNorms:
                     f"{type(layer).__name__} has a forward of its own. Replace it with torch's "
                     "BatchNorm, or remove the line."
                 )
-            # A new attribute of the layer instead of a new layer: the notebook's code and the
-            # model may refer to the layer itself.
+            # Set an attribute of the layer instead of replacing the layer, because the notebook's
+            # code and the model may refer to the layer itself.
             layer.forward = functools.partial(_forward, self, number, layer)  # type: ignore[method-assign]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # The notebook may copy its model in the middle of a step; sockets cannot be copied.
+        # The notebook may copy its model in the middle of a step, but sockets cannot be copied.
         return self
 
     def is_active(self, layer: nn.Module) -> bool:
@@ -139,15 +139,15 @@ class SyncedNorms:
             CommunicationError: A peer is lost.
             WorkloadError: Another rank is in another layer.
         """
-        # Messages between pairs instead of a collective: collectives must start in the same order
-        # on all ranks, and DDP starts its own in the backward pass. Every rank adds up all values
-        # in the order of the ranks, so all ranks have the same bits.
+        # Use messages between pairs instead of a collective, because collectives must start in the
+        # same order on all ranks, and DDP starts its own in the backward pass. Every rank adds up
+        # all values in the order of the ranks, so all ranks have the same bits.
         peers = self._peers
         assert peers is not None
         label = float(2 * number + is_backward)
         own = torch.cat([torch.tensor([label], dtype=torch.float64), values.cpu()])
         others = [rank for rank in range(peers.world_size) if rank != peers.rank]
-        # A rank in another layer sends another number of values, which must be received, too.
+        # A rank in another layer sends a different number of values, which must be received, too.
         found = {rank: torch.zeros(self._size, dtype=torch.float64) for rank in others}
 
         def exchange() -> None:
@@ -216,8 +216,8 @@ class _Normalize(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the output, and mean, variance and count of all ranks, the last three float64."""
         values = _at_least_float(x)
-        # Sums of squares cancel unless they are taken around a point near the mean. All ranks have
-        # the same running mean.
+        # Sums of squares lose precision unless they are taken around a point near the mean. All
+        # ranks have the same running mean.
         num_channels = x.shape[1]
         zeros_C = torch.zeros(num_channels, dtype=torch.float64, device=x.device)
         around_C = zeros_C if running_mean is None else running_mean.double()
@@ -248,7 +248,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients; those of weight and bias are sums over this rank's samples."""
+        """Return the gradients; for weight and bias, they are sums over this rank's samples."""
         x, weight, mean_C, inverse_C, count = ctx.saved_tensors
         shape, dims = _shape_and_dims(x)
         dy_own = _at_least_float(dy)

@@ -29,7 +29,7 @@ class StepTimes:
 
 
 class TimeSum:
-    """Adds up the time spent inside a ``with`` block, which ends without an exception."""
+    """Adds up the time spent inside ``with`` blocks that end without an exception."""
 
     # A generator with ``contextmanager`` takes three times as long.
     __slots__ = ("_began_at", "spent_s")
@@ -108,7 +108,8 @@ class Stopwatch:
     def _communication_s(self) -> float:
         if not self._ready_at:  # a single rank sends no bucket
             return 0.0
-        # The host has run ahead of the device: only the device knows when the sums were complete.
+        # The host has run ahead of the device, so only the device knows when the sums were
+        # complete.
         if self._summed is not None:
             self._summed.synchronize()
             return float(self._ready.elapsed_time(self._summed)) / 1e3

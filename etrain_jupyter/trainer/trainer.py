@@ -53,8 +53,8 @@ from etrain_jupyter.wire.messages import (
 )
 from etrain_jupyter.wire.progress_page import ProgressPage
 
-# Import this now: otherwise, constructing the first optimizer would import it, which takes seconds.
-# A spare imports it while it is idle.
+# Import this module now. Otherwise, constructing the first optimizer would import it, which takes
+# seconds. A spare trainer imports it while it is idle.
 importlib.import_module("torch._dynamo")
 
 
@@ -65,8 +65,8 @@ class BrokenDeviceError(Exception):
 class Trainer:
     """One job's trainer process, from its launch until its release.
 
-    The main thread runs user code. ``Commands`` has the control thread, which reads the channel, so
-    that an abort or a pending change takes effect while a step runs.
+    The main thread runs user code. ``Commands`` runs the control thread, which reads the channel,
+    so that an abort or a pending change takes effect while a step runs.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Trainer:
         #     planned, done, nan     GenerationLeft             kept
         #     a peer is lost         GenerationLeft(failed)     kept; dropped if the update is torn
         #     the user's code        UserCodeFailed             kept; dropped if the update is torn
-        #     a defect of ours       none: the process ends     lost
+        #     a bug in this package  none: the process ends     lost
         self._job.loop.steps.in_step = False
         self.commands.is_busy = self._is_forming = True
         failure: Failure | None = None
@@ -186,7 +186,8 @@ class Trainer:
             self._end_if_device_broke(exc, group)
             failure = self._memory_failure(exc, message, group) or failure_of(group, exc)
             # The weights of the only rank are torn, so exit. The job recovers as from any lost
-            # trainer. Before the first step, nothing is lost: the initial weights can be rebuilt.
+            # trainer. Before the first step, nothing is lost, because the initial weights can be
+            # rebuilt.
             loop = self._job.loop
             if loop.steps.is_torn and loop.step and group.world_size == 1:
                 raise
@@ -202,7 +203,7 @@ class Trainer:
                     raise  # not the user's error: this process exits, and the others continue
                 self._close(group)
                 self._job.sync.drop_torn()
-                # The job fails, and must not save weights that are those of one rank only.
+                # The job fails, and must not save weights that only one rank has.
                 self._job.sync.has_state &= not isinstance(exc, WeightsDivergedError)
                 self._report_user_error(exc, generation=group.generation)
                 return
@@ -240,9 +241,9 @@ class Trainer:
         error = device_error_in(exc)
         if error is None:
             return
-        # No CUDA call can succeed in this process, so nothing is undone, saved or closed. The
-        # report precedes the exit, which breaks the other ranks' collectives: the coordinator must
-        # know the cause before it sees their failures.
+        # No CUDA call can succeed in this process, so nothing is undone, saved or closed. Report
+        # before exiting: the exit breaks the other ranks' collectives, and the coordinator must
+        # know the cause before it sees these failures.
         if self._built is not None:
             self._built.sync.has_state = False
         has_peers = group is not None and group.world_size > 1
@@ -256,7 +257,8 @@ class Trainer:
     def _memory_failure(
         self, exc: BaseException, message: JoinGeneration, group: RankGroup
     ) -> Failure | None:
-        # Within a step, it is the notebook's error, or ``batch.micro: auto`` handles it.
+        # Within a step, lack of memory is the notebook's error, or ``batch.micro: auto`` handles
+        # it.
         if not self._is_forming or (cause := out_of_memory_in(exc)) is None:
             return None
         error = f"{text_of(cause)}; {hint_for_memory(self._config)}"
@@ -328,7 +330,7 @@ class Trainer:
             checkpointer.pace.adopt(message.pace, now=time.monotonic())
         assert self.commands.store is not None
         checkpointer.begin(group, self.commands.store)
-        # After ``GenerationJoined``, which puts the first step of the generation in the log: rank 0
+        # Begin only after ``GenerationJoined``, which logs the first step of the generation. Rank 0
         # now sends the steps missing from the log, and must not send undone steps.
         self._reporter.begin(
             generation=group.generation, rank=group.rank, logged_step=message.logged_step
@@ -381,7 +383,7 @@ class Trainer:
         self._beat(phase="saving")
         generation = message.generation
         # This trainer may have had another rank, and rank 0 may have died before it sent the last
-        # steps: act as rank 0 and send the steps that are missing from the log, before the
+        # steps. So act as rank 0 and send the steps that are missing from the log, before the
         # checkpoint is saved.
         self._reporter.begin(generation=generation, rank=0, logged_step=message.logged_step)
         self._job.loop.evaluations.report(generation)

@@ -1,7 +1,7 @@
-"""Checks of the trial pass: a job trains its model, and only this package updates the weights.
+"""Check in the trial pass that a job trains its model and only this package updates the weights.
 
 Also warn about dependence on the number of workers: a loss that depends on how a batch is cut, and
-buffers that carry a state from one batch to the next.
+buffers that carry state from one batch to the next.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def forward_only(model: nn.Module, source: str) -> Iterator[None]:
         source: Origin of the loss, for messages.
 
     Raises:
-        UpdateInPassError: If the pass does.
+        UpdateInPassError: If the pass does so.
     """
     named = dict(model.named_parameters())
     model.zero_grad(set_to_none=True)
@@ -94,7 +94,7 @@ def check_trained(model: nn.Module, optimizer: torch.optim.Optimizer, *, source:
     """Check the gradients of a pass.
 
     Raises:
-        WorkloadError: If no parameter that the optimizer updates has one.
+        WorkloadError: If no parameter that the optimizer updates has a gradient.
     """
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     if all(p.grad is None for p in updated):
@@ -220,7 +220,7 @@ class Cut(NamedTuple):
     """Mean of the losses of two passes, each weighted by ``weight`` or by its samples."""
 
     def differs(self, spread: float = 0.0) -> bool:
-        """Return True if they are not equal; False if one is NaN."""
+        """Return True if the losses differ; False if one of them is NaN."""
         limit = CUT_TOLERANCE * max(abs(self.whole), abs(self.halves)) + 1e-6
         return abs(self.whole - self.halves) > limit + spread
 

@@ -62,7 +62,7 @@ class PassEffects(NamedTuple):
     """Effects of a pass on the model."""
 
     moving: RunningBuffers
-    """The running buffers: those that a pass changes."""
+    """The running buffers, that is, the buffers that a pass changes."""
     has_unused: bool
     """True if some parameters have no gradient after a pass."""
 
@@ -159,7 +159,7 @@ class WarmUp:
         self._beat()
 
     def _try(self, batch: Any, count: int) -> Pass:
-        # The first forward pass of all.
+        # This is the very first forward pass.
         workload = self._workload
         with forward_only(workload.model, workload.loss_source):
             passed = workload.forward(workload.module, batch, count, count)
@@ -264,7 +264,7 @@ class WarmUp:
     # --- batch.micro: auto ---
 
     def _find_micro_batch(self) -> None:
-        # Makes trial passes while blocks of memory are reserved for everything else that training
+        # Runs trial passes while blocks of memory are reserved for everything else that training
         # needs.
         device = self._workload.device
         share = 1.0
@@ -310,7 +310,7 @@ class WarmUp:
     # --- compile: true ---
 
     def _compile(self, count: int) -> None:
-        # A compiler error must not fail the job: the model runs in eager mode instead.
+        # A compiler error must not fail the job, so the model runs in eager mode instead.
         model = self._workload.model
         self._send(WarmUpBegun(phase="compile"))
         started = time.monotonic()

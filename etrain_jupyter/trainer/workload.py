@@ -91,7 +91,7 @@ class Workload:
             This batch's shares. ``measures.means`` turns their sums over all batches and ranks into
             means.
         """
-        # Compute the weight before the batch is moved to the device, in host memory.
+        # Compute the weight in host memory, before the batch is moved to the device.
         weight = self.weight.of(batch, count) if self.weight is not None else None
         portion = Portion(count, num_samples, weight)
         with self.precision.autocast():

@@ -129,8 +129,8 @@ class Vocabulary(Generic[M]):
             raise MalformedMessageError(
                 f"unknown message {str(kind)[:80]!r}; known: {', '.join(self._by_kind)}"
             )
-        # Check the version before the fields: a hello from another version may have different
-        # fields, and "has no field x" would not reveal the cause.
+        # Check the version before the fields, because a hello from another version may have
+        # different fields, and "has no field x" would not reveal the cause.
         if VERSION in _shape_of(cls).decoders:
             check_version(data.get(VERSION), self._version)
         return cls
@@ -143,7 +143,7 @@ def check_version(theirs: Any, ours: int) -> None:
         WireVersionError: With both versions.
     """
     if theirs != ours:
-        # Anything but an integer counts as unknown: the value is from an untrusted peer.
+        # Anything but an integer counts as unknown, because the value is from an untrusted peer.
         known = isinstance(theirs, int) and not isinstance(theirs, bool)
         raise WireVersionError(theirs if known else "unknown", ours)
 
@@ -155,7 +155,7 @@ def encode(message: Any) -> Encoded:
 
 def encode_fields(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass as a dict of plain values."""
-    # Not dataclasses.asdict, which copies every list and dict: a job with fast steps sends
+    # Not dataclasses.asdict, which copies every list and dict. A job with fast steps sends
     # thousands of step records per second.
     nested = _shape_of(type(value)).nested
     fields = vars(value)
@@ -170,8 +170,8 @@ def decode_fields(cls: type[Any], data: Mapping[str, Any], *, ignore: str = "") 
     Raises:
         MalformedMessageError: If a field is missing or unknown, or has the wrong type.
     """
-    # Unknown fields are an error: within one wire version both ends have the same classes, so an
-    # unknown field is a defect or an attack.
+    # Unknown fields are an error, because within one wire version both ends have the same classes,
+    # so an unknown field is a defect or an attack.
     shape = _shape_of(cls)
     values = {}
     for name, item in data.items():

@@ -1,6 +1,6 @@
 """Records between a supervisor and a fork server.
 
-They carry fork requests, and process starts and exits. They do not use the channel, because
+They carry fork requests, and report process starts and exits. They do not use the channel, because
 descriptors are sent with them. One packet is one record.
 """
 

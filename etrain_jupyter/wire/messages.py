@@ -10,9 +10,9 @@ supervisor sets the trainer's name and a sequence number in each report from a t
 the report until the coordinator acknowledges that number. Requests from kernels are in
 ``wire.requests``.
 
-A supervisor checks the kind of each message that it forwards, and decodes only those that it acts
-on: the receiver checks the fields. ``wire.codec`` defines the encoding. Receivers dispatch with
-``match`` and ``assert_never``, so mypy finds each place that must handle a new message.
+A supervisor checks the kind of each message that it forwards, and decodes only messages that it
+acts on. The receiver checks the fields. ``wire.codec`` defines the encoding. Receivers dispatch
+with ``match`` and ``assert_never``, so mypy finds each place that must handle a new message.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Fence(enum.Enum):
     MEMBER = "member"
     """The trainer is a member of its job."""
     NEVER = "never"
-    """No condition: a checkpoint is durable even if its writer has been released."""
+    """No condition, because a checkpoint is durable even if its writer has been released."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,11 +267,11 @@ class JoinGeneration(TrainerMessage):
     """``nccl`` or ``gloo``."""
     faults: tuple[Fault, ...] = ()
     starts: tuple[int, ...] = ()
-    """The step at which each earlier generation began, see ``rules.membership.lineage``, without
-    the first ``num_starts``, which the trainer knows."""
+    """The step at which each earlier generation began (see ``rules.membership.lineage``), except
+    the first ``num_starts`` of them, which the trainer already knows."""
     num_starts: int = 0
     secret: bytes = b""
-    """Random bytes of this generation, known to its ranks only; see ``group.authentication``."""
+    """Random bytes of this generation, known only to its ranks; see ``group.authentication``."""
     pace: PaceUpdate | None = None
     """None if the cell sets the interval, or until the first checkpoint reveals its cost."""
     saves: bool = False
@@ -280,12 +280,12 @@ class JoinGeneration(TrainerMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaveGeneration(TrainerMessage, fence=Fence.GENERATION):
-    """Leave the generation after the step that all ranks agree on: its membership is changing."""
+    """Leave the generation after the step that all ranks agree on; its membership is changing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakGeneration(TrainerMessage, fence=Fence.GENERATION):
-    """Abort the collectives: a rank is lost, so the current step cannot complete."""
+    """Abort the collectives, because a rank is lost and the current step cannot complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +327,7 @@ class StoreEntry(TrainerReport, fence=Fence.GENERATION):
 
 @dataclass(frozen=True, kw_only=True)
 class RankKeys(TrainerMessage, fence=Fence.GENERATION):
-    """The values that all ranks of a generation have published under a topic, see ``RankKey``."""
+    """The values that all ranks of a generation have published under a topic; see ``RankKey``."""
 
     topic: str
     values: bytes
@@ -344,8 +344,8 @@ class RankKeys(TrainerMessage, fence=Fence.GENERATION):
 class RankKey(TrainerReport, fence=Fence.GENERATION):
     """A value that every rank of the generation publishes once, to connect.
 
-    The coordinator collects those of all W ranks and sends them to each rank in one message, so
-    that forming takes 2 W messages for each topic. As entries of the store, they would take W^2.
+    The coordinator collects the values of all W ranks and sends them to each rank in one message,
+    so that forming takes 2 W messages for each topic. Entries in the store would take W^2 messages.
     """
 
     topic: str
@@ -425,7 +425,7 @@ class GenerationLeft(TrainerReport, fence=Fence.GENERATION):
 
 @dataclass(frozen=True, kw_only=True)
 class StepsTrained(TrainerReport, fence=Fence.GENERATION):
-    """Rank 0 has committed steps: one message covers about 50 ms."""
+    """Rank 0 has committed steps; one message covers about 50 ms."""
 
     records: tuple[StepRecord, ...]
 
@@ -558,7 +558,7 @@ class TrainerSummary(Message):
     hello: TrainerHello | None = None
     """Its hello; None until it is warm."""
     left: GenerationLeft | UserCodeFailed | None = None
-    """Reason for which it left that generation; None while it is still in it."""
+    """Why it left that generation; None while it is still in it."""
     progress: Progress = (-1, 0)
     """Progress in that report."""
     ended_with: int = 0
@@ -574,16 +574,16 @@ class SupervisorHello(Message):
     """Torch device of its trainers."""
     pid: int
     incarnation: int = 0
-    """Number of resets so far, see ``ResetSupervisor``."""
+    """Number of resets so far; see ``ResetSupervisor``."""
     fingerprint: dict[str, str]
-    """Installed versions, see ``wire.versions``."""
+    """Installed versions; see ``wire.versions``."""
     trainers: dict[str, TrainerSummary]
     """Its trainers by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageCopy(Message):
-    """A copy of a trainer's progress page, see ``wire.progress_page``."""
+    """A copy of a trainer's progress page; see ``wire.progress_page``."""
 
     generation: int
     step: int

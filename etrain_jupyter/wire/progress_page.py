@@ -57,7 +57,7 @@ class ProgressPage:
         self.fd = fd
         self._map = mmap.mmap(fd, _SIZE)
         self._slots = memoryview(self._map).cast("q")
-        # The lock makes increments atomic: several threads start collectives.
+        # Several threads start collectives, so the lock makes increments atomic.
         self._lock = threading.Lock()
 
     @classmethod

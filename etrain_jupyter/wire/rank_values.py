@@ -9,17 +9,17 @@ from collections.abc import Sequence
 import msgpack
 
 CONNECTIONS = "connections"
-"""Topic of the digests of the ranks' connections, see ``trainer.group.authentication``."""
+"""Topic of the digests of the ranks' connections; see ``trainer.group.authentication``."""
 
 WHOLE = b"\x00"
-"""First byte of a value that is complete, see ``trainer.group.rendezvous``."""
+"""First byte of a value that is complete; see ``trainer.group.rendezvous``."""
 
 DIGEST_BYTES = 16
 DIGEST_MODULUS = 1 << 8 * DIGEST_BYTES
 """Digests of connections are summed modulo this number."""
 
 _LEVEL = 1
-"""Compression level: the values of the ranks resemble each other, so the fastest suffices."""
+"""Compression level. The fastest suffices, because the ranks' values resemble each other."""
 
 
 def pack_values(values: Sequence[bytes]) -> bytes:
@@ -46,8 +46,8 @@ def sum_digests(values: Sequence[bytes]) -> list[bytes]:
     """Return values under ``CONNECTIONS`` with the same sum of digests, which compress well.
 
     The ranks need only the sum, and random digests cannot be compressed. The first value gets the
-    sum, and the others none; counts and errors stay as they are. If any value is malformed, all are
-    returned unchanged, and the ranks refuse it.
+    sum, and the others get 0; counts and errors do not change. If any value is malformed, all
+    values are returned unchanged, and the ranks refuse the malformed one.
 
     >>> parts = [pack_digest(num=1, digest=digest) for digest in (5, DIGEST_MODULUS - 5)]
     >>> sum_digests([WHOLE + part for part in parts]) == [WHOLE + pack_digest(num=1, digest=0)] * 2

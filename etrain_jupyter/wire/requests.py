@@ -1,8 +1,8 @@
 """Every request to a scheduler, with its reply. All but one come from kernels.
 
 A request is a call to a Dask RPC handler. ``process.peers`` decides by the handler's name whether a
-peer may call it. The arguments are the request's fields and the wire version. Each reply also has
-the version, so that both ends detect a peer with another version::
+peer may call it. The arguments are the request's fields and the wire version. Each reply also
+contains the version, so that both ends detect a peer with another version::
 
     kernel 3 ── etrain_describe(wire_version=3) ──▶ cluster 3     the reply has wire_version=3
     kernel 3 ── etrain_describe(wire_version=3) ──▶ cluster 2     refused: the reply is an error
@@ -252,7 +252,7 @@ class ShutDownCluster(Request[ShuttingDown], op="etrain_down"):
     """Save and stop all jobs, and shut down the cluster unless it has a foreign scheduler."""
 
     drain_s: float = SAVE_S
-    """Maximum wait for checkpoints in seconds; the reply comes after it."""
+    """Maximum wait for checkpoints in seconds; the reply is sent after it."""
     by: str = ""
     """User, notebook, process and host of the request; logged with the end of each job."""
 
@@ -317,7 +317,7 @@ def decode_reply(request: Request[R], reply: Any) -> R:
             "coordinator, or no longer runs one"
         )
     values = dict(reply)
-    # Check the version before the error: a refusal by another version may have different keys.
+    # Check the version before the error, as a refusal by another version may have different keys.
     try:
         check_version(values.pop(VERSION, None), WIRE_VERSION)
     except WireVersionError as exc:

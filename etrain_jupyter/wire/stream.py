@@ -23,14 +23,14 @@ from etrain_jupyter.wire.codec import Encoded
 
 _HEADER = struct.Struct("QQQ")
 _NUM_LENGTHS = 16
-"""Size of the part of the header that counts itself, in bytes."""
+"""Size in bytes of the part of the header that is included in the length of the rest."""
 
 START_POLL_S = 0.002
-"""Interval in seconds at which messages wait for a connection that Dask has not started yet."""
+"""Seconds between checks for a connection that Dask has not started yet; messages wait for it."""
 
 
 _OPTIONS: dict[str, Any] = {"use_bin_type": True, "unicode_errors": "backslashreplace"}
-"""As Dask packs values, except that text that is not valid UTF-8 is escaped instead of refused."""
+"""Options with which Dask packs values, except that invalid UTF-8 is escaped and not refused."""
 
 
 def pack(value: Any) -> bytes:
@@ -58,7 +58,7 @@ class SharedFields:
         pack = self._pack
         parts = [_map_header(len(own) + len(self._fields))]
         parts += [pack(part) for pair in own.items() for part in pair]
-        # Not copied here, because the values of all ranks are long.
+        # The shared part is not copied here, because the values of all ranks are long.
         parts.append(self._packed)
         return parts
 

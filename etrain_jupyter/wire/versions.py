@@ -62,7 +62,7 @@ def read_fingerprint() -> dict[str, str]:
 
 
 def compare(theirs: Fingerprint, ours: Fingerprint, *, at: str, here: str) -> VersionComparison:
-    """Compare a worker's versions with a notebook's; skip those that one of them does not report.
+    """Compare a worker's versions with a notebook's; skip versions that one side does not report.
 
     Args:
         theirs: Versions of the worker.
@@ -99,7 +99,7 @@ def _remedy(key: str, version: str) -> str:
 
 
 def _release(version: str) -> str:
-    # "2.6.0+cu124" and "2.6.0+cpu" are compatible: drop the build tag.
+    # "2.6.0+cu124" and "2.6.0+cpu" are compatible, so drop the build tag.
     return version.partition("+")[0]
 
 

@@ -136,7 +136,7 @@ class MachineBundles:
                 if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
                     if not path.exists():
                         await self._write(path, size)
-                    # Downgrading the lock is not atomic: another supervisor may remove the file in
+                    # Downgrading the lock is not atomic. Another supervisor may remove the file in
                     # the meantime, so check again below.
                     is_kept = _is_locked(descriptor, fcntl.LOCK_SH)
                 elif _is_locked(descriptor, fcntl.LOCK_SH):
@@ -205,7 +205,7 @@ class MachineBundles:
 def _remove_unused(lock: Path, descriptor: int) -> None:
     try:
         if _is_locked(descriptor, fcntl.LOCK_EX) and _is_file_of(lock, descriptor):
-            # Remove the lock file last: while it exists, no other supervisor can create the files.
+            # Remove the lock file last. While it exists, no other supervisor can create the files.
             for name in (lock.with_suffix(""), lock.with_suffix(".part"), lock):
                 name.unlink(missing_ok=True)
     finally:

@@ -1,13 +1,13 @@
 """Fork requests to a fork server, and the forked trainers.
 
 Each request passes descriptors: the trainer's channel, its progress page, its stdout and its
-stderr. The server answers with the trainer's id and pidfd, and later reports its exit status,
-because only a parent process receives it::
+stderr. The server answers with the trainer's process id and pidfd. It later reports the exit
+status, which only the parent process receives::
 
     supervisor   fork, descriptors ──▶                                 (process is registered)
     server                           forks    forked, pid, pidfd ──▶       exited, pid, status ──▶
 
-Trainers outlive the server, so that the loss of one process does not end every trainer of the
+Trainers outlive the server, so that the loss of one process does not end every trainer on the
 machine. They do not outlive their worker (see ``trainer.fork_server``).
 """
 
@@ -37,7 +37,7 @@ IMPORT_S = 300.0
 """Timeout in seconds of a fork by a server that has not imported torch yet."""
 
 UNKNOWN_STATUS = 255
-"""Exit status of a process whose parent, the fork server, ended before it."""
+"""Exit status of a process whose parent, the fork server, exited first."""
 
 
 class ForkedProcess:
@@ -217,10 +217,10 @@ class ForkServer:
 
 
 class Forks:
-    """A worker's fork server: the machine's, which it is given, or its own.
+    """A worker's fork server, which is either the machine's or its own.
 
-    It starts its own if it is given none, if that one has ended or does not answer, or after
-    packages have been installed.
+    The worker starts its own server if it has no connection to the machine's, if that server has
+    ended or does not answer, or after packages have been installed.
 
     Args:
         fd: Descriptor of the connection to the machine's server; -1 if it has none.
@@ -233,7 +233,7 @@ class Forks:
             self._server = ForkServer(socket.socket(fileno=fd))
         self._retired: list[ForkServer] = []
         self._own: ForkServerProcess | None = None
-        self._pipe: tuple[int, int] = (-1, -1)  # ends with this process, and its server with it
+        self._pipe: tuple[int, int] = (-1, -1)  # closes with this process; its server then exits
 
     @property
     def is_ready(self) -> bool:
@@ -251,7 +251,7 @@ class Forks:
             server.learn()
 
     def learn(self, modules: Iterable[str]) -> None:
-        """Make the server import modules of a job in advance, for the next ones."""
+        """Make the server import modules of a job in advance, for the next trainers."""
         if self._server is not None and self._server.is_usable:
             self._server.learn(modules)
 
@@ -272,13 +272,13 @@ class Forks:
             raise
 
     def rest(self) -> None:
-        """Stop using the server. It ends after the trainers that it has forked."""
+        """Stop using the server, which exits after the trainers that it has forked."""
         self._disconnect()
         if self._own is not None:
             self._own.retire()
 
     def close(self) -> None:
-        """Close the connection, and kill an own server. The trainers must have ended."""
+        """Close the connection, and kill the worker's own server. The trainers must have ended."""
         self.rest()
         for server in self._retired:
             server.close()
@@ -296,7 +296,7 @@ class Forks:
 
     def _connect(self) -> ForkServer | None:
         if self._server is not None and not self._server.is_usable:
-            self._disconnect()  # an own server that has failed counts its failures
+            self._disconnect()  # ``_own`` counts its failures
         if self._server is None:
             if self._own is None:
                 self._pipe = os.pipe()

@@ -1,8 +1,8 @@
 """Worker process: one supervisor, connected to one scheduler after another.
 
 The process does no computation itself: its supervisor starts trainers. Worker and trainers outlive
-the scheduler: the worker waits for the next one and reconnects. A ``SchedulerFinder`` supplies the
-scheduler's address.
+the scheduler. When it dies, the worker waits for the next scheduler and reconnects. A
+``SchedulerFinder`` supplies the scheduler's address.
 
 Reactions to a lost connection:
 
@@ -59,7 +59,7 @@ POLL_EVERY_S = 0.05
 """Seconds between attempts to look up the next scheduler."""
 
 KILL_MARGIN_S = 2.0
-"""Seconds before SIGKILL in which a worker shuts down by itself."""
+"""A worker that will receive SIGKILL shuts down by itself this many seconds earlier."""
 
 DISMISSALS = frozenset({"scheduler-remove-worker", "scheduler-close-worker"})
 """Dask's reasons for closing a worker on request, as opposed to a lost connection."""
@@ -105,7 +105,7 @@ class RemoteScheduler:
     address: str
     num_lives: int
     is_serving: bool = True
-    """Its process cannot be seen from here: assume True, and try to connect."""
+    """Its process cannot be checked from here, so assume True, and try to connect."""
 
 
 class RecordFinder:
@@ -195,7 +195,7 @@ class WorkerLifecycle:
                 break
             worker = next_one
         self._supervisor.outlives_scheduler = False
-        # Dask has already closed this worker, but its teardown kept the trainers: run it again.
+        # Dask has already closed this worker, but its teardown kept the trainers, so run it again.
         if worker.status.name in ("closing", "closed", "failed"):
             await worker.finished()
             await self._supervisor.teardown(worker)

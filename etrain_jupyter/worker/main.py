@@ -1,7 +1,7 @@
 """Worker process of a local cluster: ``python -m etrain_jupyter.worker.main``.
 
 The head starts it. It exits when the keeper exits, which closes the pipe on this process's standard
-input. It outlives the scheduler, see ``worker.lifecycle``.
+input. It outlives the scheduler; see ``worker.lifecycle``.
 """
 
 from __future__ import annotations

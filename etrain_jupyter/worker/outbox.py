@@ -104,7 +104,7 @@ class TrainerStatus:
     """State of a trainer for a restarted coordinator, derived from messages in both directions."""
 
     started_at: float
-    """In seconds since the epoch: another process reads it."""
+    """In seconds since the epoch, because another process reads it."""
     pid: int = 0
     generation: int = 0
     """The newest generation that it was instructed to join; 0 if none."""
@@ -124,7 +124,7 @@ class TrainerStatus:
         """Update the status from a report by the trainer.
 
         Raises:
-            MalformedMessageError: If it is a report of the status, with invalid fields.
+            MalformedMessageError: If it is a report that changes the status, with invalid fields.
         """
         if not STATUS_REPORT.includes(data):
             return

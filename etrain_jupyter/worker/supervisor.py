@@ -28,7 +28,7 @@ from etrain_jupyter.worker.trainer_process import TrainerProcess
 logger = logging.getLogger("etrain.supervisor")
 
 IMPORT_DELAY_S = 4.0
-"""Delay in seconds before the fork server imports the modules of a job: these imports must not
+"""Delay in seconds before the fork server imports the modules of a job. These imports must not
 compete with the job's first steps."""
 
 RELEASE_TIMEOUT_S = 60.0
@@ -93,7 +93,7 @@ class Supervisor(WorkerPlugin):
 
     @property
     def has_trainers(self) -> bool:
-        """True while a trainer runs."""
+        """True while a trainer is running."""
         return bool(self._trainers or self._ending)
 
     def note_interruption(self, left_s: float) -> None:
@@ -235,7 +235,7 @@ class Supervisor(WorkerPlugin):
             trainer.kill(message.why)
 
     async def _start_over(self) -> None:
-        """Kill all trainers and register again: the coordinator has declared this worker dead."""
+        """Kill all trainers and register again after the coordinator declared this worker dead."""
         # coordinator   declares it dead ... gets a message: ResetSupervisor(0)    hello 1: in use
         # supervisor    frozen ............ heartbeat of 0       kills, waits, hello 1
         #
@@ -365,7 +365,7 @@ class Supervisor(WorkerPlugin):
         self._send_encoded(encode(message))
 
     def _send_encoded(self, message: Encoded) -> None:
-        """Send a message if a coordinator is connected. The next one gets the kept reports."""
+        """Send a message if a coordinator is connected; the next one gets all kept reports."""
         if self._closing or not self._is_connected:
             return
         stream = self._stream

@@ -96,7 +96,7 @@ class TrainerProcess:
                 await self._begin(self._forks.fork)
                 return
             except OSError as exc:
-                # The next attempt opens another channel: a server that is stopped keeps the
+                # The next attempt opens another channel, because a stopped server keeps the
                 # descriptors of its pending request open.
                 name = type(exc).__name__
                 logger.warning("the fork server failed (%s: %s): spawning a trainer", name, exc)
@@ -197,7 +197,7 @@ class TrainerProcess:
         self._num_free_lines = MAX_STACK_LINES
         self.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + STACKS_S
-        # The report has no end marker: wait until no more lines arrive.
+        # The report has no end marker, so wait until no more lines arrive.
         left = -1
         while left != self._num_free_lines and time.monotonic() < deadline:
             left = self._num_free_lines
@@ -227,7 +227,7 @@ class TrainerProcess:
             # cannot be found.
             logger.exception("a message from trainer %d cannot be decoded", self.pid)
             self.kill(f"its message cannot be decoded: {type(exc).__name__}: {exc}")
-        # The channel is closed: the process has exited, or is about to.
+        # The channel is closed, so the process has exited, or is about to.
         #
         #   channel closed -> exit code -> last printed lines -> TrainerExited, via ``_on_exit``
         #
@@ -235,8 +235,8 @@ class TrainerProcess:
         code = await self._exit_code()
         cause = self._cause_of_end(code)
         for task in self._tasks[:2]:
-            # Wait only briefly: a child of the trainer may hold the pipe open. Do not wait for a
-            # killed process, because it has printed no explanation.
+            # Wait only briefly, because a child of the trainer may hold the pipe open. Do not wait
+            # for a killed process, because it has printed no explanation.
             if code != -signal.SIGKILL:
                 await asyncio.wait([task], timeout=0.2)
             task.cancel()
@@ -321,7 +321,8 @@ class TrainerProcess:
 def count_oom_kills() -> int:
     """Return the number of processes that Linux has killed since boot because memory ran out.
 
-    Includes those of containers that reached their own limit. 0 if the kernel does not count them.
+    The number includes containers' processes killed at their own limit. 0 if there is no such
+    count.
     """
     try:
         lines = VMSTAT.read_text().splitlines()

@@ -42,8 +42,8 @@ def index_arrow(place: Place, files: Sequence[ShardFile]) -> ShardIndex:
         if not batches:
             known.append(file)
             continue
-        # Compressed bodies need more memory than their size. The ratio of the first batch is that
-        # of all, as an estimate.
+        # Compressed bodies need more memory than their size. The ratio of the first batch is the
+        # estimate for all.
         first = read(batches[0].first, batches[0].size)
         known.append(file._replace(fingerprint=hashlib.sha256(first).hexdigest()))
         try:

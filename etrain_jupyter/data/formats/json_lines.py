@@ -16,7 +16,7 @@ from etrain_jupyter.errors import ShardError
 
 
 def index_json_lines(place: Place, files: Sequence[ShardFile]) -> ShardIndex:
-    """Index JSON lines: reads every file once, and records the digest of every block.
+    """Index JSON lines: read every file once, and record the digest of every block.
 
     The schema is that of the first block of each file; integers and floats in the same column
     become floats.

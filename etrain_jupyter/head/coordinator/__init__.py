@@ -5,5 +5,5 @@
     coordinator (scheduler plugin) -etrain_message-> supervisor (worker plugin) --channel--> trainer
                                    <-etrain_report--                            <-channel---
 
-Imports no torch and never unpickles user code: bundles pass through as bytes.
+Imports no torch and never unpickles user code, so bundles pass through as bytes.
 """

@@ -62,7 +62,7 @@ class HeadBundles:
         try:
             is_whole = await asyncio.to_thread(_write_piece, spec, draft, offset, data)
         except OSError as exc:
-            # Free the space now: a full disk is the most likely cause, and jobs log to it.
+            # Free the space now, because a full disk is the most likely cause, and jobs log to it.
             with contextlib.suppress(OSError):
                 draft.unlink()
             self._drafts.discard(draft)

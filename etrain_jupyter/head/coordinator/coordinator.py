@@ -49,7 +49,7 @@ minutes to detect a machine that vanished without closing its connections."""
 
 MANY_WORKERS = 100
 REMOVAL_DELAY_S = 1.0
-"""Seconds for which Dask delays the end of a removal in a cluster of more than ``MANY_WORKERS``."""
+"""Delay in seconds before Dask finishes a removal in a cluster of more than ``MANY_WORKERS``."""
 
 
 class Coordinator(SchedulerPlugin, HeadCoordinator):
@@ -228,7 +228,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._jobs.log_all("info", text)
 
     def halt(self, why: str) -> None:
-        """Save and stop all jobs, and refuse new ones: the pool starts no more workers."""
+        """Save and stop all jobs, and refuse new ones, because the pool starts no more workers."""
         if self.halted:  # the pool may report further reasons
             return
         self.halted = why
@@ -262,15 +262,15 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> Awaitable[None] | None:
         """Handle a worker's closed connection. Called by the scheduler, which awaits the result."""
-        # None for an evicted worker: its loss was handled when it was evicted.
+        # None for an evicted worker, because its loss was handled when it was evicted.
         facts = self._supervisors.remove(worker)
         if facts is not None:
             cause = "preempted" if facts.leaves_at else f"worker process {facts.pid} is gone"
             is_used = self._mode.is_busy(facts.name)
             self._mode.lose(facts, cause)
-            # Next, the scheduler informs each other worker that this one is gone, for the sake of
-            # Dask's own tasks. In a large cluster, that takes a sixth of the time in which the
-            # survivors form, so it waits.
+            # Next, the scheduler notifies all other workers, which matters only to Dask's own
+            # tasks. In a large cluster, that takes a sixth of the time in which the survivors form
+            # the next generation, so delay it.
             if is_used and len(self._workers) > MANY_WORKERS:
                 return asyncio.sleep(REMOVAL_DELAY_S)
         return None
@@ -331,14 +331,14 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         recovery = self._mode
         if not isinstance(recovery, Recovering):
             return
-        # A pool without a known capacity cannot list its workers: they are managed elsewhere, or
-        # their machines have not been adopted yet.
+        # A pool without a known capacity cannot list its workers, because they are managed
+        # elsewhere, or their machines have not been adopted yet.
         alive = None
         if self._nodes.capacity() is not None:
             alive = {node["worker"] for node in self._nodes.nodes()}
         if recovery.is_over(alive):
-            # Set the mode first: the handover handles reports, which may cause workers to be
-            # allocated.
+            # Set the mode first, because the handover handles reports, which may cause workers to
+            # be allocated.
             self._mode = self._serving
             recovery.hand_over(self._serving)
             if self.halted:
@@ -372,7 +372,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
 
     def _report_to_services(self, job_id: str, new: Sequence[events.Event]) -> None:
         for service in self._services:
-            # Watched, because an exception here must not keep the job from handling its report.
+            # Log exceptions here, so that the job still handles its report.
             with self._defects.watch(None, f"passing events of {job_id} to a plug-in"):
                 service.take_events(job_id, new)
 
@@ -391,7 +391,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
         self._kernel_requests.check_halted()
 
     def find_job(self, job_id: str) -> HostedJob | None:
-        """Return a job of this scheduler, also one that has ended."""
+        """Return a job of this scheduler, even one that has ended."""
         return self._jobs.get(job_id)
 
     async def host_job(self, spec: JobSpec) -> None:

@@ -113,7 +113,7 @@ class Defects:
 
 
 def _place_of(exc: Exception) -> str:
-    # The class and the line that raised it, not the message, which may differ each time.
+    # Use the class and the line that raised it, because the message may differ each time.
     frame = exc.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

@@ -27,7 +27,7 @@ UPLOAD_POLL_S = 0.05
 
 
 class HostedJobs(dict[str, HostedJob]):
-    """The jobs of one scheduler by their ids, also those that have ended.
+    """The jobs of one scheduler by id, including those that have ended.
 
     Args:
         host: Creates a job from its specification.
@@ -66,7 +66,7 @@ class HostedJobs(dict[str, HostedJob]):
 
     async def open(self, spec: JobSpec) -> None:
         """Start or resume a job."""
-        # Write the record first: if the scheduler dies now, the next one starts the job (see
+        # Write the record first. If the scheduler dies now, the next one starts the job (see
         # HostedJob).
         spec.run_dir.mkdir(parents=True, exist_ok=True)
         opened = await asyncio.to_thread(open_run, spec) if spec.place else None
@@ -83,7 +83,7 @@ class HostedJobs(dict[str, HostedJob]):
         """Keep records in a folder, and take over the jobs of the previous scheduler.
 
         Returns:
-            Those whose trainers may be alive.
+            The jobs whose trainers may be alive.
         """
         self._records.folder = folder
         for spec, pending in self._records.load():
@@ -111,7 +111,7 @@ class HostedJobs(dict[str, HostedJob]):
                 job.job_log.retry()
 
     def settle(self) -> list[HostedJob]:
-        """Free what jobs used that have ended since the last call, and return these jobs."""
+        """Free the resources of jobs that have ended since the last call; return these jobs."""
         #     the job's end is logged ──── free its resources,   ──── the end is durable, in a
         #                                  reassign its workers       bucket up to 15 s later:
         #                                                             remove its record
@@ -131,8 +131,8 @@ class HostedJobs(dict[str, HostedJob]):
 
     async def close(self) -> None:
         """Upload the logs of ended jobs, for a limited time."""
-        # Each log has an upload thread. What is not uploaded before the timeout is uploaded by the
-        # next process on this machine that claims the log.
+        # Each log has an upload thread. If it does not finish in time, the next process on this
+        # machine that claims the log uploads the rest.
         deadline = time.monotonic() + LAST_UPLOADS_S
         while any(job.is_uploading for job in self.values()) and time.monotonic() < deadline:
             self.write_logs()

@@ -131,7 +131,7 @@ class KernelRequests:
         return q.JobList(jobs=tuple(_summarize(job) for job in self.jobs.values()))
 
     async def fetch_events(self, request: q.FetchEvents) -> q.EventBatch:
-        """Return the new events of a job when there are some, or after ``wait_s``."""
+        """Return a job's new events as soon as there are some, or none after ``wait_s``."""
         job_id, since, wait_s = request.job_id, request.since, request.wait_s
         job = self.jobs.find(job_id)
         # A log that is behind also wakes waiting kernels, so that they receive ``trouble``.
@@ -200,7 +200,7 @@ class KernelRequests:
         """Stop all services and jobs, each with a checkpoint if there is time for one."""
         why = f"the cluster was shut down by {request.by or 'an unknown process'}"
         deadline = time.monotonic() + request.drain_s
-        # A job that is being taken over does not know its trainers yet: it could not save.
+        # A job that is being taken over does not know its trainers yet, so it could not save.
         while not self.cluster.is_ready and time.monotonic() < deadline:
             await asyncio.sleep(COALESCE_S)
         #   StopRequested(now=False)  deadline                 StopRequested(now=True)

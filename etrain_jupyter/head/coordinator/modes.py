@@ -21,7 +21,7 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire import messages as m
 
 SHARED_AT_ONCE = 64
-"""Number of workers up to which a worker is shared as soon as it connects."""
+"""In a cluster of at most this many workers, a new worker is shared as soon as it connects."""
 
 Held = m.AnyReport | m.MachineNotice
 """Messages held during a recovery; heartbeats and hellos are handled immediately."""
@@ -46,7 +46,7 @@ class Serving:
     send_to: Send
     """Sends a message to a worker's supervisor."""
     _has_newcomers: bool = field(default=False, init=False)
-    """True if workers connected after the workers were shared."""
+    """True if workers have connected since the workers were last shared."""
 
     # --- the same methods as ``Recovering`` ---
 
@@ -91,7 +91,7 @@ class Serving:
         self.allocate()
 
     def take(self, message: Held, worker: WorkerFacts) -> None:
-        """Handle a notice, or a report unless we or the previous scheduler already handled it."""
+        """Handle a notice, or a report that neither we nor the previous scheduler have handled."""
         if isinstance(message, m.MachineNotice):
             self.notices.take(message, worker)
             return
@@ -104,8 +104,8 @@ class Serving:
                 job.take_report(message)
                 self.injector.commit_planned(job)
         finally:
-            # Acknowledge the report even after an exception: it would fail again each time it is
-            # resent.
+            # Acknowledge the report even after an exception, because it would fail again each time
+            # it is resent.
             if number:
                 self.acknowledgements.take(worker.name, number, [job] if job else [])
 
@@ -150,8 +150,8 @@ class Serving:
 
     def job_of(self, trainer: str, worker: WorkerFacts) -> HostedJob | None:
         """Return a trainer's active job; None unless that job launched it on this worker."""
-        # Do not trust the job id in the name: a compromised worker may send any name, but must not
-        # report for other workers' trainers.
+        # Do not trust the job id in the name, because a compromised worker may send any name, but
+        # must not report for other workers' trainers.
         for job in self.active():
             facts = job.trainers.get(trainer)
             if facts is not None and facts.worker == worker.name:
@@ -219,18 +219,18 @@ class Recovering:
     # --- what the coordinator does in this mode ---
 
     def deciding_jobs(self) -> list[HostedJob]:
-        """Return no jobs: no decisions are made."""
+        """Return no jobs, because no decisions are made."""
         return []
 
     def is_busy(self, worker: str) -> bool:
-        """Return True: any worker may be in use."""
+        """Return True, because any worker may be in use."""
         return True
 
     def allocate(self) -> None:
-        """Do nothing: it is unknown which workers are in use."""
+        """Do nothing, because it is unknown which workers are in use."""
 
     def take_costs(self, costs: Sequence[NodeCost]) -> None:
-        """Do nothing: it is unknown which jobs incurred the costs."""
+        """Do nothing, because it is unknown which jobs incurred the costs."""
 
     def greet(self, worker: str, trainers: Mapping[str, m.TrainerSummary]) -> None:
         """Note that a worker has reconnected."""

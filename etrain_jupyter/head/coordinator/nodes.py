@@ -17,7 +17,7 @@ class NodeCost:
     lifecycle: str
     """``spot``, ``on-demand`` or a batch system."""
     spent_usd: float
-    """May decrease: a cloud may waive the first hour of a spot machine that it interrupts."""
+    """May decrease if a cloud waives the first hour of a spot machine that it interrupts."""
     on_demand_usd: float
     """Cost of the same machine hours at on-demand prices."""
     is_alive: bool
@@ -38,9 +38,9 @@ class JobProgress:
     """Step at which this attempt began."""
     step: int
     total_steps: int
-    """0 while it is unknown, because the job has not started."""
+    """0 if unknown, because the job has not started."""
     num_workers: int
-    """Workers that train; 0 while the job waits or is paused."""
+    """Number of workers that are training; 0 while the job waits or is paused."""
     min_workers: int
     max_workers: int
     is_paused: bool = False
@@ -49,21 +49,21 @@ class JobProgress:
     steps_per_s: float = 0.0
     """Current steps per second; 0 before the first step."""
     type_rates: Mapping[str, float] = field(default_factory=dict)
-    """Measured samples per second of one worker, by machine type; empty if the workers' shares of a
-    step do not follow their speeds, because then all of them are as slow as the slowest."""
+    """Measured samples per second of one worker, by machine type. Empty if the workers' shares of a
+    step do not follow their speeds, which makes every worker as slow as the slowest."""
 
 
 class NodeSource(Protocol):
     """Start and stop workers. Called on the scheduler's event loop; no method blocks."""
 
     replaces_early: bool
-    """True to replace a worker as soon as its machine is at risk or has an interruption notice, not
-    only after its release. Set if each worker has its own machine."""
+    """True to replace a worker as soon as its machine is at risk or has an interruption notice,
+    rather than after its release. Set if each worker has its own machine."""
     trains_after_notice: bool
     """True if a worker with an interruption notice trains until its replacement joins. Set if the
     pool launches the replacement at the notice."""
     finish_by_s: float | None
-    """Deadline of every job, in seconds after its submission or resume; None without one."""
+    """Deadline of every job, in seconds after its submission or resume; None if there is none."""
 
     def want(self, count: int, *, reason: str) -> None:
         """Start missing workers, up to ``count`` in total, within the pool's capacity."""

@@ -15,7 +15,7 @@ from etrain_jupyter.rules.membership import stimuli as s
 from etrain_jupyter.wire.messages import INTERRUPTION, REBALANCE, MachineNotice, RequestCheckpoint
 
 SAME_S = 1.0
-"""Deadlines that differ by less than this are treated as equal: repeated notices vary slightly."""
+"""Deadlines that differ by less than this are treated as equal, because repeated notices vary."""
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Notices:
 
     def _note_risk(self, worker: WorkerFacts) -> None:
         """Request a replacement and a checkpoint; the worker keeps training."""
-        # A rebalance recommendation: an interruption is likely, but may come with two minutes'
-        # notice or never. A checkpoint now bounds the loss if the machine disappears without
-        # notice.
+        # After a rebalance recommendation, an interruption is likely, but may come with two
+        # minutes' notice or never. A checkpoint now bounds the loss if the machine disappears
+        # without notice.
         if worker.at_risk or worker.leaves_at:
             return
         worker.at_risk = True

@@ -106,7 +106,7 @@ class JobRequests:
     def _scale(self, job: HostedJob, min: int | None = None, max: int | None = None) -> str:
         low = job.state.min_workers if min is None else min
         high = job.state.max_workers if max is None else max
-        # Check everything before changing anything: a refused request must have no effect.
+        # Check everything before changing anything, because a refused request must have no effect.
         if not 1 <= low <= high:
             raise RequestError(
                 f"workers min={low}, max={high} are not valid: 1 <= min <= max must hold. Nothing "

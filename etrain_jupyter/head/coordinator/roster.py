@@ -51,7 +51,7 @@ class WorkerRoster:
         self.silence_s = silence_s
         self._heartbeats = HeartbeatMonitor(limit_s=silence_s, tick_s=tick_s)
         self._by_name: dict[str, WorkerFacts] = {}
-        self._by_address: dict[str, WorkerFacts] = {}  # the same workers: each message looks here
+        self._by_address: dict[str, WorkerFacts] = {}  # the same workers, to look up senders
         self._evicted: dict[str, int] = {}  # fenced incarnation, by address
 
     def __iter__(self) -> Iterator[WorkerFacts]:
@@ -141,7 +141,8 @@ class MachineFacts:
     def describe(self, worker: str) -> dict[str, Any]:
         """Return the facts about a worker's machine, as fields of ``WorkerJoined``."""
         facts = self._roster.get(worker)
-        # Listing the nodes takes time for each of them, and a job may start trainers on all.
+        # Listing the nodes takes time proportional to their number, and a job may start trainers on
+        # all of them.
         if self._by_worker is None or worker not in self._by_worker:
             self._by_worker = {node["worker"]: node for node in reversed(self._nodes.nodes())}
         node = self._by_worker.get(worker, {})

@@ -32,10 +32,10 @@ class ServiceHost(Protocol):
         """Number of workers that can train at the same time without slowing each other down."""
 
     async def check_submission(self, folder: Path) -> None:
-        """Raise a ``RequestError`` if no jobs can run, or none with their folders next to this."""
+        """Raise a ``RequestError`` if no jobs can run, or no jobs in folders next to ``folder``."""
 
     def find_job(self, job_id: str) -> HostedJob | None:
-        """Return a job of this scheduler, also one that has ended."""
+        """Return a job of this scheduler, even one that has ended."""
 
     async def host_job(self, spec: JobSpec) -> None:
         """Start or resume a job."""
@@ -49,7 +49,7 @@ class Service(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """True while it may submit jobs. Until then, the cluster is not idle."""
+        """True while it may submit jobs. During that time, the cluster is not idle."""
 
     def handlers(self) -> dict[type[Request[Any]], Handler]:
         """Return the handler for each kind of request that its kernels send."""
@@ -76,7 +76,7 @@ class Service(Protocol):
 def load_services(host: ServiceHost) -> list[Service]:
     """Return the services of the installed plug-ins.
 
-    A service that cannot be loaded is left out: jobs must not depend on it.
+    A service that cannot be loaded is left out, because jobs must not depend on it.
     """
     services = []
     for name, one in plugin.installed().items():

@@ -24,8 +24,8 @@ HAND_BACK_S = 2.0
 """An unused worker with a notice is released at least this many seconds before its deadline."""
 
 TAKEN_S = 60.0
-"""A remote machine that still runs this many seconds after its deadline is terminated. Not earlier:
-Clouds waive the first hour only for machines that they reclaim, not for those that we terminate."""
+"""A remote machine that still runs this many seconds after its deadline is terminated. It is not
+terminated earlier, because clouds waive the first hour only if they reclaim the machine."""
 
 SOON_S = 2.0
 """A stopped job frees its workers soon if its steps take less than this many seconds."""
@@ -60,7 +60,7 @@ class Sharing:
         soon = {m.worker for job in ending if _ends_soon(job) for m in job.state.members.values()}
         claims = [self._claim_of(job) for job in jobs.values() if not job.state.outcome]
         staying = [w for w in self.workers if not w.leaves_at and w.name not in busy - soon]
-        # Workers that are free in a moment are shared too, but not used yet. Otherwise, a new job
+        # Workers that will soon be free are shared too, but not used yet. Otherwise, a new job
         # would take workers from the others, and give them back a moment later.
         usable = [w.name for w in sorted(staying, key=lambda w: (w.name in soon, w.at_risk))]
         for service in self.services:
@@ -77,7 +77,7 @@ class Sharing:
         return most if self.nodes.replaces_early else min(most, max(2, num_usable_cores()))
 
     def review_sizes(self) -> bool:
-        """Choose again how many workers the jobs with ``target: goodput`` take.
+        """Review how many workers the jobs with ``target: goodput`` use.
 
         Returns:
             True if the workers should be redistributed.
@@ -191,7 +191,7 @@ class Sharing:
 
 
 def _ends_soon(job: HostedJob) -> bool:
-    # False if its steps are long, or its last checkpoint is retried, which may take a minute.
+    # False if its steps are long, or its last checkpoint is being retried, which may take a minute.
     saving = job.state.saving
     return job.state.timings.step_s < SOON_S and not (saving.num_rounds or saving.failed)
 

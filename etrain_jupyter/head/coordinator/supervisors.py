@@ -21,8 +21,8 @@ from etrain_jupyter.wire.stream import MessageStream, SharedFields
 logger = logging.getLogger("etrain.coordinator")
 
 ACKNOWLEDGED_PER_S = 250.0
-"""Maximum number of acknowledgements per second, as an average; those of up to 62 workers are sent
-in each tick."""
+"""Maximum average number of acknowledgements per second. With up to 62 workers, all of them are
+sent in each tick."""
 
 
 class Acknowledgements:
@@ -161,8 +161,8 @@ class Supervisors:
         self, message: Any, address: str, exc: codec.MalformedMessageError
     ) -> m.TrainerExited:
         """Kill the trainer that sent a malformed report; return a trainer exit instead of it."""
-        # Supervisors forward reports undecoded. Take the exit as reported now: until the real one
-        # arrives, the coordinator would handle the trainer's next reports without this one.
+        # Supervisors forward reports undecoded. Treat the exit as reported now. Otherwise, the
+        # coordinator would handle the trainer's next reports without the malformed one.
         #
         #     trainer       StepsTrained of 7 (malformed)   of 8                killed
         #     coordinator     handles TrainerExited           drops it: not a member
@@ -213,7 +213,7 @@ class Supervisors:
             self.send_to(worker, m.AcknowledgeReports(number=number))
 
     def pace_heartbeats(self) -> None:
-        """Ask for fewer heartbeats the more workers there are."""
+        """Lengthen the heartbeat interval as the number of workers grows."""
         num, limit_s = len(self._roster), self._roster.silence_s
         beat_s = choose_beat_s(num, current_s=self._beat_s, limit_s=limit_s)
         if beat_s != self._beat_s:

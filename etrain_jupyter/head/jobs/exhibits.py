@@ -82,8 +82,8 @@ class ExhibitFolder:
                 # Another user may have written the log of a resumed job.
                 with contextlib.suppress(InvalidExhibitError):
                     files.append(exhibit_key(step=step, name=event.name, format=event.format))
-            # Log first: a file that no event names does no harm, but an event without a file would
-            # show as an error.
+            # Log first, because a file that no event names does no harm, but an event without a
+            # file would show as an error.
             self._log(events.ExhibitsRemoved, step=step, files=files, reason=reason)
             remove_exhibits(self._spec.run_dir, files)
 

@@ -81,7 +81,7 @@ class HostedJob:
     commands: TrainerCommands = field(init=False)
     """Messages to its trainers."""
     is_disposed: bool = field(default=False, init=False)
-    """True once the resources of the ended job are freed."""
+    """True once the ended job's resources have been freed."""
     is_recorded: bool = field(default=True, init=False)
     """True while its record exists for the next scheduler."""
 
@@ -168,8 +168,8 @@ class HostedJob:
 
     def _replay(self, pending: PendingRequests) -> None:
         """Recover the dead coordinator's state; the trainers are adopted later."""
-        # The same object as ``record``. Until ``adopt``, events that would change its trainers or
-        # ranks are not appended.
+        # This is the same object as ``record``. Until ``adopt``, events that would change its
+        # trainers or ranks are not appended.
         self.replayed = self.record
         self.state = recovered_state(self.record, self.state, pending)
         self.messages.step_clock.step_s = self.record.step_s
@@ -215,7 +215,7 @@ class HostedJob:
             )
         )
         # If the previous scheduler handled the report of a rank's departure, the outbox does not
-        # resend it. Its effects on the state were lost: repeat them.
+        # resend it. The report's effects on the state were lost, so repeat them.
         for found, _ in pairs:
             left = summaries[found.trainer].left
             if left is not None:
@@ -249,8 +249,8 @@ class HostedJob:
         self._append([kind(job_id=self.spec.job_id, **{**common, **values})])
 
     def _append(self, new: list[events.Event]) -> None:
-        # Append to the log first: it raises for an event that cannot be encoded, and such an event
-        # must not enter the record.
+        # Append to the log first, because it raises for an event that cannot be encoded, and such
+        # an event must not enter the record.
         self.job_log.append(new)
         for event in new:
             self.record.apply(event)
@@ -316,7 +316,8 @@ class HostedJob:
             pids = [by_worker.get(worker, 0) for worker in event.ranks]
             event = dataclasses.replace(event, trainer_pids=pids)
         if isinstance(event, events.JobStatusChanged) and event.status in events.TERMINAL_STATUSES:
-            # Readers stop at the terminal status: costs and dropped lines must be logged before it.
+            # Readers stop at the terminal status, so costs and dropped lines must be logged before
+            # it.
             with self.defects.watch(self, "logging the totals"):
                 self.before_end(self)
                 self._follow_up(self.messages.dropped_lines(is_last=True))
@@ -357,8 +358,8 @@ class HostedJob:
 
     def _follow_up(self, consequences: Iterable[Consequence]) -> None:
         """Append events, relay entries and pass stimuli to the state machine, one by one."""
-        # ``consequences`` is a generator that reads the record and the state. Do not make it
-        # a list: an item may depend on the events and decisions of the items before it.
+        # ``consequences`` is a generator that reads the record and the state. Do not make it a
+        # list, because an item may depend on the events and decisions of the items before it.
         for item in consequences:
             match item:
                 case Relay():

@@ -2,15 +2,15 @@
 
 A disk that rejects writes (full, read-only, failing) does not end a job. Events are then kept in
 memory, in order, and written as soon as writes succeed. Until then, no listener receives them, and
-no report is acknowledged. The supervisors' outboxes bound the number of these events: a supervisor
-with a full outbox stops reading, and its trainers wait::
+no report is acknowledged. The supervisors' outboxes bound the number of these events, since a
+supervisor with a full outbox stops reading, and its trainers wait::
 
     disk          ok     full ───────────────────────────────────── ok
     job log       write  keep in memory ... retry every tick ...    write all, announce, LogLine
     listeners     get    get nothing, and ``trouble``               get all, in order
     supervisors   ack    no ack: outbox fills up, trainers wait     ack, trainers continue
 
-A run folder that is deleted or moved while its job runs is written again: the log and the other
+A run folder that is deleted or moved while its job runs is written again. The log and the other
 files that readers and new trainers need are kept open, so their contents still exist.
 """
 
@@ -163,7 +163,7 @@ class JobLog:
 
     @property
     def is_uploading(self) -> bool:
-        """True if events are still to be uploaded."""
+        """True if events still have to be uploaded."""
         return bool(self._waiting)
 
     @property
@@ -224,8 +224,8 @@ class JobLog:
                 self._refusal = exc
                 return
             except (TypeError, ValueError):
-                # One of them is not valid JSON. Write each separately, so that it does not block
-                # the others.
+                # One event is not valid JSON. Write each event separately, so that the invalid one
+                # does not block the others.
                 for event in batch:
                     try:
                         self._write([event])

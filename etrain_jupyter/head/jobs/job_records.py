@@ -8,8 +8,8 @@
     │   └── pending      later user requests that are not in the log yet
     └── heard/w1         number of the newest message that was processed, one file per supervisor
 
-Nothing is synced: the page cache preserves writes when a process dies. The records need not survive
-a machine crash, because that kills the trainers as well.
+Nothing is synced, because the page cache preserves writes when a process dies. The records need not
+survive a machine crash, because that kills the trainers as well.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class JobRecords:
 
     def add(self, spec: JobSpec) -> None:
         """Record a job that is being submitted."""
-        # Unlike ``note``, this raises disk errors: the job has not started, so the user can free
-        # space and submit it again.
+        # Unlike ``note``, this raises disk errors, because the job has not started, so the user can
+        # free space and submit it again.
         if self.folder is None:
             return
         folder = self.folder / check_job_id(spec.job_id)
@@ -127,14 +127,14 @@ class JobRecords:
                 folder = self.folder / HEARD
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._files[worker] = os.open(folder / worker, os.O_WRONLY | os.O_CREAT, 0o600)
-            # Write eight bytes to an open file instead of replacing it: this happens for each
-            # report, and a process cannot die halfway through such a write.
+            # Write eight bytes to an open file instead of replacing it, because this happens for
+            # each report, and a process cannot die halfway through such a write.
             os.pwrite(self._files[worker], number.to_bytes(8, "little"), 0)
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
-        # Log disk errors instead of raising them: only a later scheduler would read the records, so
-        # training continues without them.
+        # Log disk errors instead of raising them, because only a later scheduler would read the
+        # records, so training continues without them.
         try:
             yield
         except OSError as exc:
@@ -163,7 +163,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 def _spec_from(values: dict[str, Any]) -> JobSpec:
     spec = JobSpec(**{**values, "run_dir": Path(values["run_dir"])})
-    # Check only the size: hashing gigabytes would delay the scheduler, and trainers check the
+    # Check only the size. Hashing gigabytes would delay the scheduler, and trainers check the
     # digest.
     if spec.bundle_path.stat().st_size != spec.bundle_size:
         raise ValueError(f"{spec.bundle_path} has changed since the job was submitted")

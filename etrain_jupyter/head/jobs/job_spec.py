@@ -50,7 +50,7 @@ class JobSpec:
     fingerprint: dict[str, str] = field(default_factory=dict)
     """Versions installed where the notebook runs (see ``wire.versions``); empty if unknown."""
     faults: list[dict[str, Any]] = field(default_factory=list)
-    """Faults to inject, see ``head.coordinator.fault_injection``."""
+    """Faults to inject; see ``head.coordinator.fault_injection``."""
     pool_s: float = 0.0
     """Seconds until the scheduler of its pool responded, which includes its start; 0 if unknown."""
     notes: list[str] = field(default_factory=list)
@@ -125,6 +125,6 @@ class TrainerFacts:
     is_injected: bool = False
     """True if an injected fault has ended it or will end it."""
     num_starts: int = 0
-    """Number of generations of which it knows at which step they began."""
+    """Number of generations whose first step it knows."""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     """The last lines of its output."""

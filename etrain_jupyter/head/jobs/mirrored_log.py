@@ -27,8 +27,7 @@ LAST_UPLOAD_S = 15.0
 """Maximum delay of a job's end, in seconds, while its upload to the bucket is pending."""
 LOOK_S = 0.05
 LOCK_S = 20.0
-"""Timeout in seconds for locking the local copy: a reader may hold the lock while filling the
-copy."""
+"""Timeout in seconds for locking the local copy, which a reader may be filling."""
 UPLOAD_PATIENCE_S = 5.0
 
 

@@ -100,8 +100,8 @@ class TrainerMessages:
     @staticmethod
     def complete(event: events.Event, state: JobState) -> events.Event:
         """Return an event with the current generation, unless it has its own."""
-        # Set it now, not when the consequence was created: a stimulus in between may have formed
-        # the next generation.
+        # Set it now, not when the consequence was created, because a stimulus in between may have
+        # formed the next generation.
         if event.generation == _CURRENT:
             return replace(event, generation=state.generation)
         return event
@@ -155,7 +155,8 @@ class TrainerMessages:
             case m.TextLogged():
                 yield from self._on_text(report, facts)
             case m.TrainerExited():
-                # Its last lines have arrived: the supervisor reads them before reporting the exit.
+                # Its last lines have arrived, because the supervisor reads them before reporting
+                # the exit.
                 yield s.TrainerLost(
                     trainer=report.trainer,
                     cause=report.cause,
@@ -175,7 +176,7 @@ class TrainerMessages:
     # --- one method per kind of report ---
 
     def _relay(self, report: m.StoreEntry | m.RankKey, state: JobState) -> Iterator[Relay]:
-        # Only the current generation needs it: older reports were fenced.
+        # Only the current generation needs it, because older reports were fenced.
         if isinstance(report, m.RankKey):
             ranks = self.step_clock.ranks
             if (keys := self._rendezvous.take(report, ranks)) is not None:
@@ -279,7 +280,7 @@ class TrainerMessages:
             return
         ended_early = report.ended_early
         if ended_early and self._record.early_stop_generation != report.generation:
-            # All ranks report the same, so only the first report is logged.
+            # All ranks send the same report, so only the first one is logged.
             yield self._event(events.EarlyStopped, **ended_early)
         yield s.TrainerReported(
             trainer=report.trainer,
@@ -295,7 +296,7 @@ class TrainerMessages:
 
     def _on_steps(self, report: m.StepsTrained) -> Iterator[Consequence]:
         # When the generator continues after the first ``yield``, the steps are in the log and the
-        # record: the stimulus carries the committed step.
+        # record, so the stimulus carries the committed step.
         job_id, steps = self._spec.job_id, self.step_clock
         records = steps.take(report.records, after=self._record.logged_step)
         if records:
@@ -316,8 +317,8 @@ class TrainerMessages:
             yield self._event(events.LogLine, level="warning", worker="", text=text)
 
     def _on_scores(self, report: m.EvalScoreFound | m.EvalScoreLost) -> Iterator[Consequence]:
-        # Each generation repeats the newest scores, in case their report was lost. And a state from
-        # a checkpoint may not show that its evaluation was scored later.
+        # Each generation repeats the newest scores, in case their report was lost. It also does so
+        # if it restored a checkpoint from before these scores.
         if isinstance(report, m.EvalScoreFound):
             if report.record["step"] not in self._record.scored_steps:
                 yield self._event(events.EvalScored, **report.record)
@@ -372,7 +373,7 @@ class TrainerMessages:
         yield self._event(events.FaultInjected, worker=facts.worker, **values)
 
     def _cells(self) -> dict[str, CellSource]:
-        # The cells' labels for a crash report, which is useful even without them.
+        # A crash report names the cells if possible, but is useful even without them.
         try:
             return read_cells(self._spec.bundle_path)
         except (OSError, BundleError):

@@ -22,7 +22,7 @@ Send = Callable[[str, m.ToSupervisor | m.ToTrainer], None]
 """Sends a message to a worker's supervisor, given the worker's name."""
 
 SendAll = Callable[[m.ToTrainer, Sequence[tuple[str, Mapping[str, Any]]]], None]
-"""Sends a message to several workers, given each one's name and the fields in which it differs."""
+"""Sends a message to several workers, given each worker's name and own field values."""
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Settings that the coordinator chooses from a job's events: pace of checkpoints, and size."""
+"""Settings that the coordinator chooses from a job's events: checkpoint interval and size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Tuning:
         self._evidence = Evidence()
         self._speeds = SpeedEvidence()
         self.size: Size | None = None
-        """The newest size; None until it is reviewed, and without ``target: goodput``."""
+        """The newest size; None until the first review, or without ``target: goodput``."""
         for event in past:
             self._fold(event, None)
         if past:
@@ -56,7 +56,7 @@ class Tuning:
             self._speeds.fold(event)
 
     def review_pace(self, state: JobState) -> PaceUpdate | None:
-        """Choose the interval of checkpoints again; log and return it if it changes."""
+        """Review the checkpoint interval; log and return it if it changes."""
         if not self._spec.is_paced or state.outcome:
             return None
         choice = self._evidence.review(clock.now())
@@ -71,12 +71,12 @@ class Tuning:
         choice = self._evidence.choice
         if choice is None:
             return None
-        # A restored state equals the newest checkpoint: nothing has been trained since.
+        # A restored state equals the newest checkpoint, so nothing has been trained since.
         age_s = 0.0 if restore else self._evidence.age_s(clock.now())
         return PaceUpdate(interval_s=choice.interval_s, age_s=age_s)
 
     def review_size(self, view: SizingView, state: JobState) -> bool:
-        """Choose again how many workers to use; return True if the shares of the jobs may change.
+        """Review how many workers to use; return True if the jobs' shares may change.
 
         Args:
             view: Facts about the pool; its bounds are those of the job.

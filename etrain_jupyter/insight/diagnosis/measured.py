@@ -22,7 +22,7 @@ from etrain_jupyter.log.events import (
 from etrain_jupyter.rules.sizing.step_time import exchange_of
 
 MIN_SMALL_STEPS = 3
-"""Number of smaller steps from which their duration is known."""
+"""Minimum number of smaller steps to know their duration."""
 SMALL_BATCH = 0.75
 """Largest size of a smaller step relative to a full one."""
 
@@ -36,7 +36,7 @@ class Saves:
     writing_s: float = 0.0
     """Time per step in which a checkpoint was being written, in seconds."""
     slowed_s: float = 0.0
-    """Time per step by which this slowed down training, in seconds; 0 also if it was not measured,
+    """Time per step by which this slowed down training, in seconds; also 0 if it was not measured,
     because nearly all steps ran during a write."""
 
 
@@ -45,9 +45,9 @@ class Measured:
     """Parts of the steps of one generation."""
 
     workers: tuple[StepParts, ...]
-    """Mean parts of a step by worker, in rank order."""
+    """Mean parts of a step on each worker, in rank order."""
     rounds: tuple[Round, ...]
-    """The same between two reports."""
+    """Mean parts of the steps between two reports."""
     generation: int
     num_steps: int
     """Number of steps of each worker."""
@@ -249,8 +249,8 @@ def _seconds(value: float | None) -> float:
 def fixed_time(columns: Columns, generation: int) -> float | None:
     """Return the seconds of rank 0's passes that do not depend on the number of samples.
 
-    The last step of an epoch is often smaller than the others. With the median times of full and
-    of smaller steps, the passes are a line over the number of samples.
+    The last step of an epoch is often smaller than the others. The median times of full and of
+    smaller steps define a line: the time of the passes over the number of samples.
 
     Args:
         columns: Columns of ``job.history()``.

@@ -51,7 +51,7 @@ class Facts:
 
     config: TrainConfig
     workers: Sequence[StepParts]
-    """The mean parts of a step by worker."""
+    """The mean parts of a step on each worker."""
     fixed_s: float | None
     """Part of the passes that does not depend on the number of samples, if measured."""
     running_job: str = ""
@@ -59,7 +59,7 @@ class Facts:
     steps_between_saves: float = math.nan
     """Mean number of steps from one checkpoint to the next one; NaN if unknown."""
     cores: float = math.inf
-    """Cores that all workers share, also additional ones; infinite if each has its own."""
+    """Cores that all workers, including added ones, share; infinite if each has its own."""
     gradient_bytes: float | None = None
     """Bytes of one worker's gradients as they are sent; None if unknown."""
 
@@ -303,10 +303,10 @@ def _add_workers(facts: Facts) -> Remedy:
 
 
 def _exchange_s(transfer_s: float, gradient_bytes: float | None, *, now: int, then: int) -> float:
-    """Return the time of the exchange between another number of workers, in seconds.
+    """Return the time of the exchange among a different number of workers, in seconds.
 
     A part of the exchange grows with the bytes that a worker sends, and the rest with the number of
-    messages, see ``rules.sizing.step_time``.
+    messages; see ``rules.sizing.step_time``.
     """
     size = gradient_bytes if gradient_bytes is not None else math.inf
     volume_s = min(transfer_s, num_sent(size, now) * size * SLOW_LINK_S_PER_BYTE)
@@ -318,8 +318,8 @@ def _exchange_s(transfer_s: float, gradient_bytes: float | None, *, now: int, th
 def _core_sharing_s(facts: Facts, *, sample_share: float, alone_s: float) -> float:
     """Return by how much a step takes longer because twice as many workers share the cores.
 
-    The workers run in lockstep, so all of them need their cores at the same time. With ``u``
-    processor seconds of each of ``W`` workers on ``N`` cores, this part of a step takes
+    The workers run in lockstep, so all of them need their cores at the same time. If each of
+    ``W`` workers needs ``u`` processor seconds, this part of a step takes, on ``N`` cores,
     ``max(the time of one worker alone, W u / N)``.
 
     Args:
@@ -334,7 +334,7 @@ def _core_sharing_s(facts: Facts, *, sample_share: float, alone_s: float) -> flo
     fixed += transfer_s(facts.workers)
     mean, num_workers = fmean(one.cpu_s for one in facts.workers), len(facts.workers)
     needed = min(mean, fixed) + max(0.0, mean - fixed) * sample_share
-    # With several threads, a worker takes less time than processor time.
+    # A worker with several threads takes less time than its processor time.
     alone = min(needed, alone_s)
     now, then = (count * needed / facts.cores for count in (num_workers, 2 * num_workers))
     return max(alone, then) - max(alone, now)

@@ -69,7 +69,7 @@ PARTS = {
 }
 """Headings of the parts of a step."""
 ALWAYS = ("data_s", "passes_s", "optimizer_s")
-"""Parts that the text and the HTML have even if they are zero on all workers."""
+"""Parts that the text and the HTML show even if they are zero on all workers."""
 
 Row = dict[str, Any]
 
@@ -85,7 +85,7 @@ class Diagnosis:
         verdict: The cause with its share, interval and confidence; ``verdict.main`` is None if the
             diagnosis abstains.
         remedy: The change that should help; None without a verdict, or if the job's configuration
-            is of another version.
+            is from another version.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Diagnosis:
 
     @property
     def rows(self) -> list[Row]:
-        """One row per worker, see ``to_frame``."""
+        """One row per worker; see ``to_frame``."""
         return [_row_of(worker) for worker in self.measured.workers]
 
     def to_frame(self) -> DataFrame:
@@ -231,7 +231,7 @@ def diagnose_job(job: Job, *, is_running: bool = False, cores: float = math.inf)
     verdict = doubt_exchange(verdict, measured.workers, writing_s=measured.saves.writing_s)
     config: TrainConfig | None = None
     remedy: Remedy | None = None
-    with contextlib.suppress(ValidationError):  # a configuration of another version
+    with contextlib.suppress(ValidationError):  # a configuration from another version
         config = TrainConfig.model_validate(measured.config)
     if verdict.main is not None and config is not None:
         facts = Facts(

@@ -1,6 +1,6 @@
 """Choose the cause that slows a job down, with its confidence, or abstain.
 
-The inputs are the parts of a step by worker, from which follows the time that a step would save
+The inputs are the parts of a step on each worker. They determine how much time a step would save
 without each cause.
 """
 
@@ -16,14 +16,14 @@ Cause = Literal[
     "overhead", "straggler", "input", "communication", "compute", "optimizer", "metrics",
     "evaluation", "checkpoint",
 ]  # fmt: skip
-"""Reasons for which a job is slow."""
+"""Causes that can slow a job down."""
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 SLOW_FACTOR = 1.2
 """A worker is a straggler if its own time exceeds that of every other worker by this factor."""
 FIXED_SHARE = 2 / 3
-"""Share of the passes that does not depend on the number of samples, from which a batch counts as
-tiny: a batch four times as large then takes less than twice the time."""
+"""A batch counts as tiny if at least this share of the passes does not depend on the number of
+samples. A batch four times as large then takes at most twice the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class StepParts:
 
     worker: str
     place: str = ""
-    """Its host and the type of its machine, for display."""
+    """The worker's host and the type of its machine, for display."""
     data_s: float
     """Waiting for samples."""
     passes_s: float
@@ -102,10 +102,10 @@ def transfer_s(workers: Sequence[StepParts]) -> float:
 def split_stragglers(
     workers: Sequence[StepParts],
 ) -> tuple[list[StepParts], list[StepParts]]:
-    """Return the workers that hold up the others, and these others.
+    """Return the stragglers, which hold up the other workers, and these other workers.
 
-    At most a minority are stragglers (of two workers, one). Without a straggler, the first list is
-    empty.
+    Only a minority can be stragglers (or one of two workers). Without a straggler, the first list
+    is empty.
     """
     ranked = sorted(workers, key=lambda one: one.own_s)
     most = max(1, (len(ranked) - 1) // 2) if len(ranked) > 1 else 0
@@ -168,25 +168,25 @@ def shares_of(workers: Sequence[StepParts], *, fixed_s: float | None = None) -> 
 Confidence = Literal["high", "medium", "low"]
 
 NAMED_FROM = 0.2
-"""Share of a step from which a cause is the verdict."""
+"""Minimum share of a step for a cause to be the verdict."""
 NOTED_FROM = 0.1
-"""Share of a step from which another cause is mentioned, if its interval excludes 0."""
+"""Minimum share of a step for another cause to be mentioned, if its interval excludes 0."""
 COMPUTE_FROM = 0.5
-"""Share of the passes from which a job without another cause is compute-bound."""
+"""Minimum share of the passes for a job without another cause to be compute-bound."""
 MIN_STEPS = 24
-"""Number of steps below which the confidence is low."""
+"""With fewer steps than this, the confidence is low."""
 MIN_ROUNDS = 3
-"""Number of reports per worker from which the interval of a share is known."""
+"""Minimum number of reports per worker to compute the interval of a share."""
 ALWAYS_WRITING = 0.8
-"""Part of the time from which checkpoints count as being written all the time."""
+"""Checkpoints written for at least this part of the time count as always being written."""
 SAME_CAUSE = 0.8
-"""A straggler is the cause if without it, a step saves at least this part of what it would save
-without the part in which the straggler is slow."""
+"""A straggler is the cause if removing it saves at least this fraction of the time that would be
+saved by removing the part in which it is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Parts of the steps between two reports, by worker."""
+    """Parts of the steps between two reports, for each worker."""
 
     workers: tuple[StepParts, ...]
     num_steps: int
@@ -282,14 +282,14 @@ def judge(
 def doubt_exchange(
     verdict: Verdict, workers: Sequence[StepParts], *, writing_s: float = 0.0
 ) -> Verdict:
-    """Return the verdict after it was checked for reasons other than the exchange.
+    """Return the verdict, after considering reasons other than the exchange itself.
 
-    On a machine that is busy otherwise, the exchange takes longer, because both of its ends need a
-    core at the same time. It is then the largest part of a step although the network is fast:
+    On a machine that is busy with other work, the exchange takes longer, because both of its ends
+    need a core at the same time. It may then be the largest part of a step on a fast network:
 
     ====================================  ==========================================================
-    the workers wait for a core           no verdict of communication; low confidence in any other
-    checkpoints are always being written  no verdict of communication, unless their cost is known
+    the workers wait for a core           no communication verdict; low confidence in any other
+    checkpoints are always being written  no communication verdict, unless their cost is known
     ====================================  ==========================================================
 
     Args:
@@ -380,7 +380,7 @@ def _interval(
     values = [shares_of(one.workers, fixed_s=fixed_s).get(cause, 0.0) for one in rounds]
     weights = [one.num_steps for one in rounds]
     mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-    # Reports of more steps vary less, so the weights are those of the mean.
+    # Reports of more steps vary less, so weight them as in the mean.
     spread = sum(w * (v - mean) ** 2 for w, v in zip(weights, values, strict=True)) / sum(weights)
     half = 2 * math.sqrt(spread / (len(rounds) - 1))
     return max(0.0, share - half), min(1.0, share + half)

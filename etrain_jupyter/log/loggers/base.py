@@ -87,7 +87,7 @@ class Logger(Protocol):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options as JSON, complete: paths are absolute, values from the environment are included.
+        """All options as JSON, with absolute paths and the values from the environment.
 
         The scheduler, which may run elsewhere, creates the logger from them. They are stored with
         the job, so they must not include credentials.

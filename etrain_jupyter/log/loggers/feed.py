@@ -57,7 +57,7 @@ class LogFeed:
         self._timeline: Timeline | None = None
         self._num_stored = 0
         self.status: JobStatus | None = None
-        """The newest status in the log, also if the logger cannot be opened; None if there is
+        """The newest status in the log, even if the logger cannot be opened; None if there is
         none."""
 
     def catch_up(self) -> int:
@@ -115,7 +115,7 @@ class LogFeed:
             self._take_status(event)
             for item in self._timeline.fold(event):
                 if isinstance(item, Rewind):
-                    # The records before the rewind are not undone as a whole: write them first.
+                    # Some records before the rewind may remain, so write all of them first.
                     self._flush(records)
                     if not self._logger.drop_after(item.step, item.time):
                         return False
@@ -212,10 +212,10 @@ def writer_lock(log_path: Path, name: str, is_wanted: Callable[[], bool]) -> Ite
     """
     path = log_path.with_name(f".logger-{_OTHER_CHARACTERS.sub('_', name)}.lock")
     try:
-        # Another user may own the folder: no link is followed.
+        # Another user may own the folder, so do not follow a link.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError:
-        # Another user's read-only folder: no scheduler of this user writes that job.
+        # The folder is another user's and read-only, so no scheduler of this user writes that job.
         yield True
         return
     try:

@@ -1,8 +1,8 @@
 """Run a logger next to the coordinator: ``python -m etrain_jupyter.log.loggers.process``.
 
-A library may block, start threads or fail, so each logger has a process of its own. It reads the
-log, never the coordinator's memory. If it is killed, the next one continues from what the
-destination has stored.
+A library may block, start threads or fail, so each logger has a process of its own. The process
+reads the log, never the coordinator's memory. If it is killed, the next one continues from what
+the destination has stored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRIES_AFTER_END = 3
 GAVE_UP = 3
 """Exit code of a process that has reported why it gave up."""
 WARNING = "etrain-logger: "
-"""Prefix of the output lines that belong into the job's log; others come from the libraries."""
+"""Prefix of the output lines that belong in the job's log; others come from the libraries."""
 
 
 def follow_elsewhere(
@@ -106,7 +106,7 @@ def follow_with_retries(
     Args:
         make_feed: Creates a feed with a new logger.
         is_wanted: Returns False once the feed should end before the job.
-        warn: Called with each failure; a repeated one is reported once.
+        warn: Called with each failure; a repeated failure is reported once.
         retry_s: See ``RETRY_S``.
         tries_after_end: See ``TRIES_AFTER_END``.
         follow: Follows one feed.

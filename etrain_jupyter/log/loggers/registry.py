@@ -1,4 +1,4 @@
-"""Look up loggers by name. Plug-ins add loggers, see ``etrain_jupyter.plugin``."""
+"""Look up loggers by name. Plug-ins can add loggers; see ``etrain_jupyter.plugin``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_logger(name: str, values: Mapping[str, Any], source: SourceMap = NOWHER
 
 
 def with_loggers(parsed: ParsedJob) -> TrainConfig:
-    """Return a job's configuration with complete options of its loggers.
+    """Return a job's configuration with the complete options of its loggers.
 
     Paths and values from the environment are resolved here, in the notebook, because the scheduler
     may run in a different folder and with a different environment.
@@ -68,7 +68,7 @@ def _source_of(name: str, source: SourceMap) -> SourceMap:
     below = source.below((*KEY, name))
     if below.keys or not source.lines:
         return below
-    # 'to: NAME' and 'to: [NAME]' have no key of the logger: point at the value of 'to'.
+    # 'to: NAME' and 'to: [NAME]' have no key of the logger, so point at the value of 'to'.
     return dataclasses.replace(below, keys={(): source.span_of(KEY)})
 
 

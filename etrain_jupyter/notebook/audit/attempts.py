@@ -106,7 +106,7 @@ def find_missing_evaluations(
         attempts: All attempts in the log.
         steps: The committed steps that led to the newest weights.
         evaluated: The steps of the evaluations in the log that no restore has undone.
-        is_finished: True if the job has finished. It has evaluated its last state, too.
+        is_finished: True if the job has finished, so that its last state must be evaluated, too.
     """
     missing = []
     for number, step in enumerate(steps):
@@ -172,7 +172,7 @@ def _group_attempts(
 
 
 def _is_same(one: Work, other: Work) -> bool:
-    """Return True if both require the same samples in every step."""
+    """Return True if both attempts require the same samples in every step."""
     # With a per-worker batch, the job ends after a given number of samples, so the length of the
     # job determines the size of its last step. Otherwise a longer job only adds steps.
     ends_alike = not one.per_worker_batch_size or one.total_samples == other.total_samples

@@ -71,7 +71,7 @@ class _AttemptFollower:
         # reported step takes precedence over the step that the coordinator expected when it formed
         # the generation.
         self._restored = {e.generation for e in log if isinstance(e, JobRestored)}
-        # The state of the survivors was incomplete: some parts were lost with other workers.
+        # The survivors' state was incomplete, because some parts were lost with other workers.
         self._incomplete = {e.generation for e in log if isinstance(e, JobRestored) and e.reason}
         for event in log:
             if isinstance(event, StepCompleted):

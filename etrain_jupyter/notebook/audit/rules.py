@@ -161,7 +161,7 @@ def _check_steps(start: int, steps: Sequence[StepCompleted]) -> Iterator[str]:
 def _check_losses(log: Sequence[Event], history: WeightHistory) -> Iterator[str]:
     """Check that planned changes undo no step, and that losing a worker undoes at most one step.
 
-    Lost workers are counted by generation, not by their position in the log: a step that was
+    Lost workers are counted by generation, not by position in the log, because a step that was
     committed before a worker was lost may be logged afterwards. Only lost ranks count, because
     losing a worker that is still joining costs no step.
     """

@@ -38,7 +38,7 @@ class Work:
     total_samples: int = 0
     """Number of samples of the whole job, over all epochs; 0 if unknown."""
     layout: str = ""
-    """Blocks of a training set in shards, see ``BlockLayout``; empty if it is in memory."""
+    """Blocks of a training set in shards (see ``BlockLayout``); empty if the set is in memory."""
     base_step: int = 0
     """The step from which these parameters apply; above 0 after a resume with another batch or data
     set."""
@@ -78,7 +78,7 @@ class Work:
 
 
 MAX_SAMPLES = 1 << 31
-"""Maximum size of a data set whose order is compared: it needs 32 bytes of memory per sample."""
+"""Maximum size of a data set whose order is compared, at 32 bytes of memory per sample."""
 MAX_EMPTY_EPOCHS = 1000
 """Maximum number of epochs without a step that are reported one by one."""
 

@@ -18,7 +18,7 @@ WIDGET_SCRIPT = Path(__file__).parents[2] / "static" / "widget.js"
 
 def current_shell() -> Any | None:
     """Return the IPython shell of this process, or None."""
-    # Do not import IPython: in a process that has not loaded it, there cannot be a front end.
+    # Do not import IPython: if the process has not loaded it, there cannot be a front end.
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython else None
 

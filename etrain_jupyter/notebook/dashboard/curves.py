@@ -77,7 +77,7 @@ class Series:
 
     def cut_from(self, x: float) -> bool:
         """Remove the points at and after ``x``; return whether there were any."""
-        # Only the length changes: the memory is overwritten by the next append.
+        # Only the length changes; the next append overwrites the memory.
         length = int(np.searchsorted(self.x, x, side="left"))
         was_cut = length < self._length
         self._length = length
@@ -138,7 +138,7 @@ def means(x: Floats, y: SmallFloats, max_points: int) -> tuple[Floats, SmallFloa
     starts = np.arange(0, len(x), -(-len(x) // max_points))
     counts = np.diff([*starts, len(x)])
     shown = np.isfinite(y)
-    # Use double precision: a sum of many float32 values would lose digits.
+    # Use double precision, because a sum of many float32 values would lose digits.
     sums = np.add.reduceat(np.where(shown, y, 0).astype(np.float64), starts)
     num_shown = np.add.reduceat(shown.astype(np.int64), starts)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):  # 0 / 0 if all are NaN
@@ -218,7 +218,7 @@ class CurveSet:
 
     def rewind_to(self, step: int) -> None:
         """Remove the points after ``step`` from the curves over steps."""
-        # Curves over time keep their points: they show how many workers there were, and when.
+        # Curves over time keep their points, which show when there were how many workers.
         for name, series in self._series.items():
             if not name.startswith(BY_TIME):
                 self._undone.keep(name, series, step)

@@ -80,7 +80,7 @@ class EventList:
             self._amend(dump.seq, dump.describe(self._cell_numbers()).text)
 
     def add_first_step(self, event: Event, startup: Startup) -> None:
-        """List how long each stage of the start-up took, which ended with this event."""
+        """List the duration of each stage of the start-up, which this event ends."""
         stages = {s.name: s.took_s for s in startup.stages() if s.took_s is not None}
         if stages:
             self._append(event, first_step_line(stages))
@@ -111,7 +111,7 @@ class EventList:
         return tuple(sorted([*self._marked, *self._checkpoints], key=lambda marker: marker.id))
 
     def _append(self, event: Event, line: Line) -> None:
-        # Events that are not in the log have no number: several of them share ``seq`` 0.
+        # Events that are not in the log have no number, so several of them share ``seq`` 0.
         self._num_entries += 1
         self.version += 1
         entries = self._alarms if line.level in ("warning", "error") else self._calm

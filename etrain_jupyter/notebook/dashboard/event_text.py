@@ -65,7 +65,7 @@ UNLISTED = (
     ExhibitStored,
     ExhibitsRemoved,
 )
-"""Too many for the event list: the charts, the exhibits and the audit show them."""
+"""Events too frequent for the event list; charts, exhibits and the audit show them."""
 _STATUS_LEVELS = {"failed": "error", "waiting": "warning", "finished": "good"}
 
 
@@ -107,7 +107,7 @@ def _describe_job_event(event: Event) -> Line | None:
         case JobStatusChanged():
             level = _STATUS_LEVELS.get(event.status, "info")
             if level == "info" and event.reason and not event.seq:
-                # This event is not in the log: with it, this kernel reports a problem with its
+                # This event is not in the log. With it, this kernel reports a problem with its
                 # connection to the job.
                 level = "warning"
             reason = f": {event.reason}" if event.reason else ""

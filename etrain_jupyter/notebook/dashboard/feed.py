@@ -49,7 +49,7 @@ class ViewFeed:
     """Send a ``JobView`` through one channel: first the whole view, then its changes.
 
     It sends nothing until a view sends ``hello``, so a channel without a view costs nothing. Not
-    thread-safe: the owner holds a lock.
+    thread-safe, so the owner holds a lock.
     """
 
     # Two views share a channel, for example a notebook and a second browser window:

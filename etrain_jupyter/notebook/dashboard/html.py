@@ -55,7 +55,7 @@ def render_html(snapshot: Snapshot, curves: Curves, exhibits: SavedExhibits | No
         percent = f"{snapshot.progress * 100:.0f} %"
         value = f"{snapshot.progress:.4f}"
         parts.append(f'<progress max="1" value="{value}">{percent}</progress> {percent}')
-    # As text too, since a sanitizer may remove the colour.
+    # The text alone must suffice, because a sanitizer may remove the color.
     if trouble := _checkpoint_trouble(snapshot):
         parts.append(f'<p style="color:{ALARM}">{html_of(trouble)}</p>')
     parts.append(_charts(snapshot, curves))
@@ -174,7 +174,7 @@ def _charts(snapshot: Snapshot, curves: Curves) -> str:
         "loss: train blue, eval orange" if has_eval else "loss",
         lines,
         x_label="step",
-        # Only faults and joins: lines for checkpoints and restores would hide the curve.
+        # Only faults and joins, because lines for checkpoints and restores would hide the curve.
         marks=[
             Mark(x=marker.step, color=MARKER_COLOURS[marker.kind], label=marker.text)
             for marker in snapshot.markers

@@ -246,7 +246,7 @@ class JobView:
         )
 
     def _fold_job_resumed(self, event: JobResumed) -> None:
-        # The curves stay: a resumed job continues its log.
+        # The curves stay, because a resumed job continues its log.
         state = self._state
         state.pool = event.pool
         state.min_workers, state.max_workers = event.min_workers, event.max_workers
@@ -315,7 +315,7 @@ class JobView:
 
     def _fold_step(self, event: StepCompleted) -> None:
         state = self._state
-        # Usually, a rewind was already announced by the new generation or the restore. Cut the
+        # Usually, a rewind has been announced by the new generation or the restore. Cut the
         # curves in any case, because a curve's positions must not decrease.
         if event.step <= state.step:
             self._rewind_to(event.step - 1)

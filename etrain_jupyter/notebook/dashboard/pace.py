@@ -109,7 +109,7 @@ class Freshness:
 
     def start_training(self, time: float) -> None:
         """Start the clock when training starts or resumes."""
-        # Never move it back: a checkpoint may have been committed after this event.
+        # Never move it back, because a checkpoint may have been committed after this event.
         self._since = max(time, self._since or time)
 
     def commit(self, time: float, duration_s: float) -> None:

@@ -6,7 +6,7 @@ it::
     view     exhibit (view, name, step) ->
     kernel       <- exhibit (to, name, step, format, error, text or table), a PNG as a buffer
 
-The saved output has the newest ones, within a limit. A notebook stores them twice: as HTML for
+The saved output has the newest exhibits, within a limit. A notebook stores them twice: as HTML for
 front ends without the extension, and as JSON for the extension, which displays them with a slider
 while no kernel is attached to the job.
 """
@@ -54,7 +54,7 @@ class SavedExhibit:
     content: Content
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as the notebook stores it; a PNG is base64."""
+        """Return the exhibit as the notebook stores it; a PNG is encoded as base64."""
         description, buffers = describe_content(self.content)
         data = {"data": base64.b64encode(buffers[0]).decode()} if buffers else {}
         return {"name": self.name, "step": self.step, **description, **data}
@@ -102,7 +102,7 @@ class ExhibitCache:
     def __init__(self, read: ReadExhibit | None) -> None:
         self._read = read
         self._reading = threading.Lock()
-        # By digest too, because a job that went back may evaluate a step again.
+        # The key has the digest, too, because a job may evaluate a step again after a rewind.
         self._contents: dict[tuple[int, str, str], Content] = {}
 
     def is_complete(self, chosen: Sequence[ExhibitStored]) -> bool:

@@ -171,7 +171,7 @@ class SidePanel:
         except Exception as error:
             text, level = str(error), "error"
         to = str(content.get("view", ""))
-        # Always answer: the front end shows a progress indicator until it receives a reply.
+        # Always answer, because the front end shows a progress indicator until it receives a reply.
         self._post({"tell": "answer", "to": to, "level": level, "text": text})
 
     def _start(self, name: str, work: Callable[[], None]) -> None:

@@ -125,7 +125,7 @@ class Dashboard:
         self.follow()
         self._read_exhibits()
         with self._changed:
-            # A job that has ended needs no live view: its saved output shows everything.
+            # A job that has ended needs no live view, because its saved output shows everything.
             if self._widget is None and not self._view.is_terminal:
                 self._widget = self._open_widget()
             self._is_shown = True
@@ -267,7 +267,7 @@ class Dashboard:
         self._send_out()
 
     def _send_out(self) -> None:
-        # Do not hold _changed here: a front end that reads slowly must not block add_events.
+        # Do not hold _changed here, because a slow front end must not block add_events.
         with self._sending:
             while self._outbox:
                 self._guarded(self._outbox.popleft())
@@ -363,7 +363,7 @@ class Dashboard:
         self._receive(self._link_feed, content)
 
     def _receive(self, feed: ViewFeed, content: dict[str, Any]) -> None:
-        # Runs on a kernel thread: that of the subshell that the front end has chosen, if any.
+        # Runs on a kernel thread, if possible that of the subshell that the front end has chosen.
         if content.get("kind") == "hello":
             with self._changed:
                 feed.greet(self._view, str(content.get("view", "")))
@@ -384,8 +384,8 @@ class Dashboard:
 
     def _carry_out(self, feed: ViewFeed, content: dict[str, Any]) -> None:
         request, args = str(content.get("request", "")), dict(content.get("args") or {})
-        # Do not hold _changed here: a request waits for the scheduler's reply, and add_events must
-        # not wait for it.
+        # Do not hold _changed here, because a request waits for the scheduler's reply, and
+        # add_events must not wait for it.
         try:
             answer, level = self._on_request(request, args), "info"
         except Exception as error:

@@ -13,8 +13,8 @@ MAX_GONE = 6
 GONE = ("left", "lost")
 
 MAX_ROWS = 100
-"""Maximum number of rows in a snapshot. Each step changes the count of each row: for 1,000 rows,
-this is 300 kB per second."""
+"""Maximum number of rows in a snapshot. Each step changes the count in every row, which for
+1,000 rows is 300 kB per second."""
 
 
 # The states of a row, and the events that change them:
@@ -36,11 +36,11 @@ _BEFORE_TRAINING = {
 
 @dataclass(kw_only=True)
 class TrackedWorker:
-    """State of one worker; see ``WorkerRow`` for the fields that they share."""
+    """State of one worker; see ``WorkerRow`` for the fields that both have."""
 
     worker: str
     joined: WorkerJoined | None = None
-    """None if the log does not contain that it joined."""
+    """None if the log does not contain the event."""
     state: str = "starting"
     note: str = ""
     rank: int | None = None

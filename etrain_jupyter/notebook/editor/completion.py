@@ -59,7 +59,7 @@ def complete(text: str, cursor: int, facts: Facts) -> Offers | None:
     # Before or inside an existing word, an insertion would leave the rest of the word behind.
     if context is None or context.rest.strip() or context.is_whole:
         return Offers(cursor)
-    own = tuple(magic.line.split()[:1])  # the command, and the path of the group that only it has
+    own = tuple(magic.line.split()[:1])  # the command's name, also the key of its own group
     if extra_group(context.path) and context.path[:1] != own:
         return Offers(cursor)
     if context.is_key:
@@ -220,7 +220,7 @@ def _with_space(offers: Offers, word: str, outline: Outline) -> Offers:
 
 
 def _module(dotted: str, facts: Facts) -> ModuleType | None:
-    # Look in dictionaries only: getattr on a module may run its __getattr__, which may import.
+    # Look in dictionaries only, because getattr may run a module's __getattr__ and so import.
     first, *rest = dotted.split(".")
     found = facts.names.get(first)
     for name in rest:
@@ -335,8 +335,8 @@ def _takes(function: Any, count: int) -> bool:
     kind = type(function)
     is_plain = issubclass(kind, (type, *_ROUTINES))
     try:
-        # For an object with __call__, read the class: reading the object's attributes may run user
-        # code.
+        # For an object with __call__, read the class, because reading the object's attributes may
+        # run user code.
         signature = inspect.signature(function if is_plain else kind.__call__)
         signature.bind(*[None] * (count if is_plain else count + 1))
     except TypeError:
@@ -368,7 +368,7 @@ def fitting_attributes(
     found = []
     for offer in offers:
         value = known.get(offer.text.rpartition(".")[2], offer)
-        if value is offer:  # Not in the module's dict: reading a lazy attribute would import it.
+        if value is offer:  # a lazy attribute, which reading would import
             found.append(offer)
         elif is_module(value) or fits(path, value):
             end = "(" if _must_be_called(path, value) else ""

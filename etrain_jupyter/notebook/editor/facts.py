@@ -85,9 +85,9 @@ class CachedList:
     def _load(self) -> None:
         try:
             self._known = self._look_up()
-        except Exception:  # Ignore it: a traceback while typing would not help.
+        except Exception:  # a traceback while typing would not help
             self._known = ()
-        # Set it after a failure too, so that a broken disk is not read again at every keystroke.
+        # Also after a failure, so that a broken disk is not read again at every keystroke.
         self._known_at = self._clock()
 
 
@@ -115,7 +115,7 @@ class ShellFacts:
         return self._jobs.get()
 
     def pools(self) -> Sequence[str]:
-        """Names of pools. If ``pools.yaml`` is invalid, only ``local``, which needs no file."""
+        """Names of pools; only ``local``, which needs no file, if ``pools.yaml`` is invalid."""
         try:
             return pool_names()
         except EtrainError:

@@ -2,7 +2,7 @@
 
 IPython calls matchers for every front end, including a terminal. Hints are the kernel's replies to
 Shift-Tab, to the contextual help, and to completion lists that describe each entry. After any
-error, only IPython's own reply is used: no help is better than an exception while typing.
+error, only IPython's own reply is used, because no help is better than an exception while typing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from etrain_jupyter.notebook.editor.hints import Hint
 
 PRIORITY = 1_000
-"""Higher than that of IPython's matchers, so that they are not called in an etrain cell."""
+"""Priority above IPython's matchers, so that they are not called in an etrain cell."""
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def remove(shell: InteractiveShell) -> None:
 
 def _matcher(facts: Facts) -> Callable[[CompletionContext], SimpleMatcherResult]:
     def match(context: CompletionContext) -> SimpleMatcherResult:
-        # Import on the first completion: loading the extension should be fast.
+        # Import on the first completion, because loading the extension should be fast.
         from etrain_jupyter.notebook.editor.completion import complete
 
         lines = context.full_text.split("\n")[: context.cursor_line]
@@ -122,8 +122,8 @@ class _Inspector:
         expression = hint.expression
         if expression is not None:
             reply = self._original(expression.code, expression.cursor, *args, **kwargs)
-            # Prefer the kernel's own reply. Return an awaitable as is: its result is known only
-            # after this call has returned.
+            # Prefer the kernel's own reply. Return an awaitable as is, because its result is known
+            # only after this call has returned.
             if not isinstance(reply, dict) or reply.get("found"):
                 return reply
         return _reply(hint)

@@ -67,7 +67,7 @@ class LinePlace:
     word: str
     """The whole word at the cursor."""
     begun: str
-    """Its part before the cursor."""
+    """The part of the word before the cursor."""
 
 
 def find_place(line: str, column: int) -> LinePlace | None:

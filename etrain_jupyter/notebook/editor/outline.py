@@ -40,11 +40,11 @@ class CursorContext:
     start: int
     """Offset at which the key or value starts."""
     word: str
-    """Its text before the cursor, without an opening quote."""
+    """Text of the key or value before the cursor, without an opening quote."""
     rest: str = ""
-    """Its text after the cursor."""
+    """Text of the key or value after the cursor."""
     name: str = ""
-    """For a key: its whole text."""
+    """For a key: the whole text."""
     has_colon: bool = False
     """For a key: True if it already has a colon."""
     is_computed: bool = False
@@ -100,7 +100,7 @@ class _Reader:
         """Number of open brackets."""
         self._base = 0
         """Column of the key before a bracket. A key in this column or left of it ends the bracket,
-        even if it was not closed."""
+        even if the bracket was not closed."""
         self.outline = Outline()
 
     def read(self) -> None:
@@ -131,7 +131,7 @@ class _Reader:
         if match is None and text[0] in "{[":
             self._base = self._blocks[-1].indent if self._blocks else -1
             pos = self._after_flow(self._read_flow(begin, self._last))
-            # A body that is one group in braces ends with it: skip the rest.
+            # A body that is one group in braces ends with that group, so skip the rest.
             return pos if self._last else len(self._text) + 1
         group = self._enter(indent)
         if match is None or group is None:
@@ -180,8 +180,8 @@ class _Reader:
         return group
 
     def _group_in(self, column: int) -> KeyPath | None:
-        # A key can start in a column in two cases: an open block has its keys there, or it is the
-        # first key of a new block under the last key, whose value is still empty.
+        # A key can start in a column in two cases: an open block has its keys there, or the key is
+        # the first one of a new block under the last key, whose value is still empty.
         blocks = [block for block in self._blocks if block.indent <= column]
         if not blocks:
             return () if not self._blocks else None
@@ -226,7 +226,7 @@ class _Reader:
                 self._depth -= 1
                 return (pos, False) if is_over else (pos + 1, True)
             is_ready = mark == ","
-            # The nesting is too deep: treat the bracket like a comma instead of recursing.
+            # The nesting is too deep, so treat the bracket like a comma instead of recursing.
             if is_ready or (mark in "{[" and self._depth > _MAX_DEPTH):
                 pos += 1
             elif mark in "{[":

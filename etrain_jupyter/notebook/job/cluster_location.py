@@ -24,13 +24,13 @@ class ClusterLocation:
     """The location of a job's cluster, if known; otherwise only the log can be followed."""
 
     address: SchedulerAddress | None = None
-    """Its address, from this user's own files."""
+    """The cluster's address, from this user's own files."""
     is_alive: bool = False
-    """True if its scheduler is known to be alive, as a process on this machine."""
+    """True if the scheduler is known to be alive, as a process on this machine."""
     has_ended: bool = False
-    """True if it is known to have ended, or if the job was never submitted to a cluster."""
+    """True if the cluster is known to have ended, or if the job was never submitted to one."""
     why: str = ""
-    """Why it is unreachable from here, and how to change that."""
+    """Why the cluster is unreachable from here, and how to change that."""
 
 
 def find_cluster(cluster: Mapping[str, str], host: str) -> ClusterLocation:

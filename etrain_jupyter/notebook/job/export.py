@@ -62,7 +62,7 @@ def export_source(saved: Saved, weights: str) -> Iterator[Saved]:
     """Yield the checkpoint to export: with averaged weights, if ``weights`` selects them.
 
     Raises:
-        ConfigError, CheckpointError: As ``uses_average``.
+        ConfigError, CheckpointError: As in ``uses_average``.
     """
     if not uses_average(saved, weights):
         yield saved

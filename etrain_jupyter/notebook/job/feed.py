@@ -235,7 +235,7 @@ class EventFeed:
         if self._is_requesting or self._link is None or time.monotonic() < self._request_at:
             return
         # The first request only fetches existing events, and a retry only tests whether the
-        # coordinator is back: neither may block. All other requests wait for new events.
+        # coordinator is back, so neither may block. All other requests wait for new events.
         # After the job's end, `AFTERWARDS_S` separates the requests instead.
         is_begun = self.caught_up.is_set() and self._responded.is_set()
         is_calm = is_begun and not self._contact.num_failures

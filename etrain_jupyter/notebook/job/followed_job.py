@@ -171,11 +171,11 @@ class FollowedJob(Recorded):
     def exhibits(self, name: str | None = None) -> list[Exhibit]:
         """Return the figures, texts and tables that ``eval.score`` returned, oldest first.
 
-        Each has a ``step``, a ``name`` and a ``format``; ``load()`` returns its content. The oldest
-        are removed from jobs that have many, see the guide "Official scores over the whole set".
+        Each has a ``step``, a ``name`` and a ``format``; ``load()`` returns its content. A job with
+        many keeps only the newest; see the guide "Official scores over the whole set".
 
         Args:
-            name: Only those with this name; all by default.
+            name: Return only the exhibits with this name; by default all.
         """
         stored = self._latest().list_exhibits()
         return exhibits_of(self.record, [e for e in stored if name in (None, e.name)])
@@ -212,7 +212,7 @@ class FollowedJob(Recorded):
         """Prove from the log which samples the job trained on, and that ranks had equal weights.
 
         Raises:
-            EtrainError: If the log has values that no job has.
+            EtrainError: If the log has values that no job can have.
         """
         from etrain_jupyter.notebook.audit import audit_log
 
@@ -236,7 +236,7 @@ class FollowedJob(Recorded):
     def plot(self, over: str = "steps") -> Figure:
         """Return a Matplotlib figure of the loss, metrics, learning rate and number of workers.
 
-        Lost and preempted workers are marked. Requires the package matplotlib. For several jobs in
+        Lost and preempted workers are marked. Requires the matplotlib package. For several jobs in
         the same axes, use ``etrain_jupyter.compare(jobs).plot()``.
 
         Args:

@@ -174,11 +174,11 @@ def phases_of(events: Iterable[Event]) -> list[dict[str, Any]]:
     estimated from the worker's own times without communication.
 
     Each record has ``worker``, ``rank`` (the newest), ``num_steps``, ``samples`` (those that this
-    worker trained on), ``samples_per_s``, ``efficiency`` (1.0 is that of a single worker) and times
+    worker trained on), ``samples_per_s``, ``efficiency`` (1.0 for a single worker) and times
     in seconds: ``elapsed_s`` of all its steps, with its parts ``data_s``, ``compute_s``,
     ``communication_s`` and ``optimizer_s``, and separately ``evaluation_s`` and ``checkpoint_s``.
     ``wait_s`` is the part of ``communication_s`` in which the worker waited for a slower one, and
-    ``metrics_s`` the part of ``compute_s`` in the cell's metrics; NaN on a GPU.
+    ``metrics_s`` the part of ``compute_s`` spent in the cell's metrics (NaN on a GPU).
     """
     workers: dict[str, _Spent] = {}
     alone = _Spent()  # total of the times with a single worker, whichever it was

@@ -61,7 +61,7 @@ class RunRecord:
     place: str = ""
     """URL of the job in a bucket, where ``folder`` is a local copy; empty for a job in a folder."""
     signature: str = ""
-    """Signature by this user's kernel, see ``ownership``; empty if it has no key."""
+    """Signature by this user's kernel (see ``ownership``); empty if the user has no key."""
 
     @property
     def is_own(self) -> bool:
@@ -99,7 +99,7 @@ class Recorded:
     """A job or a study, by its record."""
 
     record: RunRecord
-    """Its record in the run store."""
+    """The record in the run store."""
 
     @property
     def id(self) -> str:
@@ -108,7 +108,7 @@ class Recorded:
 
     @property
     def name(self) -> str:
-        """The name, which several may share."""
+        """The name, which several jobs or studies may share."""
         return self.record.name
 
 
@@ -126,7 +126,7 @@ def read_record(folder: Path) -> RunRecord:
     """Read the record of the job in a folder.
 
     Raises:
-        ValueError: If the folder has no valid record; the message has the reason.
+        ValueError: If the folder has no valid record; the message gives the reason.
     """
     try:
         data = read_regular(folder / RECORD_FILE, most_bytes=MAX_RECORD_BYTES)
@@ -144,7 +144,7 @@ def record_from(data: bytes, folder: Path, place: str = "") -> RunRecord:
         place: URL of the job if it is in a bucket.
 
     Raises:
-        ValueError: If the record is invalid; the message has the reason.
+        ValueError: If the record is invalid; the message gives the reason.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise ValueError(

@@ -108,10 +108,10 @@ class ClusterLink:
             timeout: Timeout of the reply, in seconds.
 
         Raises:
-            JobLostError: If the scheduler does not know the job. An ``UnreachableError`` if it
-                cannot be reached now, a ``ClusterEndedError`` if its cluster has ended.
-            PoolError: If it refuses, or has another wire version. A ``NoAnswerError`` if it does
-                not reply in time.
+            JobLostError: If the scheduler does not know the job. An ``UnreachableError`` if the
+                scheduler cannot be reached now, a ``ClusterEndedError`` if its cluster has ended.
+            PoolError: If the scheduler refuses, or has another wire version. A ``NoAnswerError`` if
+                it does not reply in time.
         """
         return wait_interruptibly(self.send(request, timeout=timeout))
 
@@ -235,7 +235,7 @@ class ClusterLink:
         await self._disconnect()
 
     async def _disconnect(self) -> None:
-        # Clear it before waiting: a request that arrives in the meantime opens a new connection.
+        # Clear it before waiting, because a request in the meantime opens a new connection.
         closing, self._rpc = self._rpc, None
         if closing is not None:
             with contextlib.suppress(OSError):

@@ -52,9 +52,9 @@ def submit_job(
 ) -> TrainingJob:
     """Create the job's folder, submit the job to the cluster's coordinator and follow it.
 
-    ``faults`` are injected faults, in the wire form of a ``FaultPlan``.
-    For the log, ``pool_s`` is the time until the scheduler responded, and ``notes`` are the texts
-    that were printed about the cell.
+    ``faults`` are the faults to inject, in the wire form of a ``FaultPlan``. The log records
+    ``pool_s``, the time until the scheduler responded, and ``notes``, the texts that were printed
+    about the cell.
 
     Raises:
         RunStoreError: If the folder cannot be written.
@@ -114,7 +114,7 @@ def attach(name_or_id: str | None = None, *, store: RunStore | None = None) -> T
     If no job was used in this process, the default is the newest job in the run store.
 
     Raises:
-        JobNotFoundError: If no job matches; the message has the closest names.
+        JobNotFoundError: If no job matches; the message lists the closest names.
     """
     return _remember(hold(_find_record(name_or_id, store or open_runs())))
 
@@ -149,8 +149,8 @@ def compare(
         ``to_html()`` and ``write_html(path)``; ``str`` returns the table as text.
 
     Raises:
-        ConfigError: If ``jobs`` is empty or contains anything else.
-        JobNotFoundError: If no job matches a name; the message has the closest names.
+        ConfigError: If ``jobs`` is empty or contains a value of another type.
+        JobNotFoundError: If no job matches a name; the message lists the closest names.
     """
     store = store or open_runs()
     if jobs is None:
@@ -180,7 +180,7 @@ def diagnose(
 
     Raises:
         ConfigError: If the job has no steps, or no worker has reported its times yet.
-        JobNotFoundError: If no job matches the name; the message has the closest names.
+        JobNotFoundError: If no job matches the name; the message lists the closest names.
     """
     found = find_or_latest(job, store, "diagnose(job)")
     is_running = found.status == "running"
@@ -202,8 +202,8 @@ def _find_or_return(job: object, store: RunStore, usage: str) -> TrainingJob:
     if isinstance(job, TrainingJob):
         return job
     if isinstance(job, str):
-        # Do not use `attach`: a question about jobs must not change the most recently used job,
-        # which is the job that `%etrain stop` without a name stops.
+        # Do not use `attach`, because a question about jobs must not change the most recently used
+        # job, which is the job that `%etrain stop` without a name stops.
         return hold(store.find(job))
     raise ConfigError(
         f"{usage.partition('(')[0]}() received {type(job).__name__!r} instead of a job or its name",

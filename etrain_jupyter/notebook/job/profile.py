@@ -13,11 +13,11 @@ from etrain_jupyter.notebook.job.training_job import TrainingJob
 PROFILE_S = 60.0
 """Maximum duration of a profile from its first step, in seconds."""
 PART_S = 15.0
-"""Duration of the steps on one and on two workers, unless ``NUM_STEPS`` are faster."""
+"""Time for the steps on each number of workers, in seconds, unless ``NUM_STEPS`` take less."""
 NUM_STEPS = 60
-"""Steps on each number of workers, the slower first ones included."""
+"""Number of steps on each number of workers, including the slower first ones."""
 MIN_STEPS = 6
-"""Steps to wait for even if they take longer than ``PART_S``."""
+"""Minimum number of these steps, even if they take longer than ``PART_S``."""
 
 
 def profile_config(config: TrainConfig) -> TrainConfig:

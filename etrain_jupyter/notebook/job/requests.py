@@ -68,10 +68,10 @@ class JobRequests(FollowedJob):
         is_over = self.status in TERMINAL_STATUSES or self._feed.lost or self._feed.trouble
         # A paused job is resumed by a request to its coordinator, an ended one by a new submit:
         #   the coordinator responds, no changes are given  -> request
-        #   changes are given                                -> submit; refused while it trains
+        #   changes are given                                -> submit; refused during training
         #   ended, lost, or scheduler unreachable            -> submit
         #   only its log is readable, in a folder            -> submit; needs --force
-        # A job in a bucket has a heartbeat there; if it is missing, the job counts as lost.
+        # A job in a bucket has a heartbeat there; without one, the job counts as lost.
         is_log_only = bool(self.note) and not self.record.place
         if not is_over and not is_log_only and not values:
             return self.request("resume")
@@ -85,7 +85,7 @@ class JobRequests(FollowedJob):
         """Stop the job after its next step with a checkpoint; with ``now``, stop immediately."""
         self._latest()
         if self.status in TERMINAL_STATUSES and not self._feed.lost:
-            # This is not an error: the job may have ended while the user typed the command.
+            # This is not an error, because the job may have ended while the user typed the command.
             return f"{self.record.job_id} has already {ENDED[self.status]}"
         return self.request("stop", now=now)
 
@@ -107,7 +107,7 @@ class JobRequests(FollowedJob):
         """Kill a worker, or inject another fault into it, without notice.
 
         Args:
-            worker: Its name; by default the coordinator chooses a worker that trains.
+            worker: Its name; by default the coordinator chooses a worker that is training.
             how: ``worker`` kills the worker process; ``kill`` (SIGKILL), ``segfault`` and ``exit``
                 terminate its trainer; ``stop`` (SIGSTOP), ``hold_gil`` and ``hang`` block the
                 trainer without terminating it.
@@ -152,7 +152,7 @@ class JobRequests(FollowedJob):
         """
         self._latest()
         status, job_id = self.status, self.record.job_id
-        # A lost job also has the status failed, but needs a different message, see below.
+        # A lost job also has the status failed, but needs a different message; see below.
         if status in TERMINAL_STATUSES and not self._feed.lost:
             raise EtrainError(
                 f"job {job_id} has {ENDED[status]}: there is "
@@ -168,7 +168,7 @@ class JobRequests(FollowedJob):
                 ControlJob(job_id=job_id, request=request, args=args), timeout=REQUEST_S
             )
         except NoAnswerError as exc:
-            # A timeout is not a refusal: the request may still be in the scheduler's queue.
+            # A timeout is not a refusal, because the request may still be in the scheduler's queue.
             raise PoolError(
                 f"{request} was sent to job {job_id}, but its scheduler did not respond within "
                 f"{REQUEST_S:g} s. It may still carry out the request: check %etrain show before "

@@ -150,9 +150,9 @@ def _check_trusted(record: RunRecord, request: ResumeRequest) -> None:
 
 
 def _check_reach(attempt: _NextAttempt, shared_url: str) -> None:
-    """Refuse a pool that cannot read the job's checkpoints: training would restart at step 0.
+    """Refuse a pool that would restart at step 0 because it cannot read the job's checkpoints.
 
-    ``shared_url`` is one that the pool's workers can read; empty if they can read local folders.
+    ``shared_url`` is a URL that the pool's workers can read; empty if they can read local folders.
     """
     record = attempt.record
     # A job in a bucket has its checkpoints there too, unless `checkpoint.to` names another store.
@@ -166,13 +166,13 @@ def _check_reach(attempt: _NextAttempt, shared_url: str) -> None:
 
 
 def _check_not_training(job: FollowedJob, request: ResumeRequest) -> None:
-    is_reachable = job.is_reachable  # first: it waits for the history and for a response
+    is_reachable = job.is_reachable  # first, because it waits for history and response
     status, reason = job.status, job.reason
     # The cases, in this order:
-    #   lost or ended                               -> nothing trains it
+    #   lost or ended                               -> not being trained
     #   in a folder, cluster unreachable from here  -> unknown: only with --force
     #   its scheduler does not respond              -> unknown: only with --force
-    #   its scheduler responds                      -> it trains: refuse
+    #   its scheduler responds                      -> being trained: refuse
     # A job in a bucket has a heartbeat there, so its link can respond without the cluster.
     if job.lost or status in TERMINAL_STATUSES:
         return
@@ -399,8 +399,8 @@ def _submit(
     try:
         hand_over(link, spec, written.bundle_path)
     except PoolError:
-        # Keep the old signature: after signing, a job that was trusted once would count as the
-        # user's own.
+        # Keep the old signature, because after signing, a job that was trusted once would count as
+        # the user's own.
         store.rewrite(known, is_signed=False)
         if written.bundle_file != known.bundle_file:
             store.remove_bundle(written)

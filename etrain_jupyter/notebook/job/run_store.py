@@ -54,7 +54,7 @@ class JobSummary:
     total_steps: int = 0
     world_size: int = 0
     is_gone: bool = False
-    """True if its cluster is known to have ended before the job did."""
+    """True if the job's cluster is known to have ended before the job did."""
     last_seen_at: float | None = None
     """Time of the coordinator's last write, in seconds since the epoch. None if the coordinator is
     known to be alive, or if the job or its cluster has ended."""
@@ -75,10 +75,10 @@ class Listing:
         return Listing(jobs=jobs, problems=dict(sorted(self.problems.items())))
 
     def refuse_damaged(self, name_or_id: str, where: str) -> None:
-        """Raise the reason if a name or id is that of a folder with an invalid record.
+        """Raise an error with the reason if a name or id belongs to an invalid record.
 
         Raises:
-            JobNotFoundError: If it is.
+            JobNotFoundError: If the name or id belongs to one.
         """
         for name, why in self.problems.items():
             if name_or_id and name.startswith(name_or_id):
@@ -206,7 +206,7 @@ class RunStore:
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
-        # If the upload fails, remove the copy: otherwise, only this machine would list the job.
+        # If the upload fails, remove the copy; otherwise, only this machine would list the job.
         try:
             self._publish(made, has_new_bundle=True, is_new=True)
         except BaseException:
@@ -240,7 +240,7 @@ class RunStore:
         name = f"{BUNDLE_FILE}-{record.bundle_digest[:12]}"
         has_new_bundle = False
         if bundle is not None and not has_digest(record.bundle_path, record.bundle_digest):
-            # Under a new name, so that job.json and its bundle match at any time:
+            # Write it under a new name, so that job.json and its bundle match at any time:
             #   bundle-<digest> written   job.json still names the old bundle
             #   job.json replaced         it names the new bundle
             #   `remove_bundle`           by the caller, once a coordinator has accepted the job
@@ -290,7 +290,7 @@ class RunStore:
         """Find a job by id, else the newest one with that name, else one by a prefix of its id.
 
         Raises:
-            JobNotFoundError: If no job or several jobs match; the message has the closest names.
+            JobNotFoundError: If no job or several jobs match; the message lists the closest names.
         """
         # The jobs are sorted, so the first match of a name is the newest one. If an id is also the
         # name of another job, it is treated as the id.

@@ -145,7 +145,7 @@ class S3RunStore(RunStore):
     def fetch_bundle(self, record: RunRecord) -> Path:
         """Return the path of a job's bundle, downloaded unless this machine has a copy."""
         path = record.bundle_path
-        # The copy may be outdated: a cell on another machine may have replaced the bundle since.
+        # The copy may be outdated if a cell on another machine has replaced the bundle since.
         if has_digest(path, record.bundle_digest):
             return path
         key = f"{record.job_id}/{record.bundle_file}"

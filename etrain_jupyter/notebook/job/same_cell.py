@@ -15,7 +15,7 @@ from etrain_jupyter.untrusted import plain_line
 from etrain_jupyter.wire.requests import ListJobs
 
 LIST_S = 5.0
-"""Timeout of the list of jobs, in seconds. The new job has been submitted and does not need it."""
+"""Timeout for listing the jobs, in seconds; short, because a new job does not need the list."""
 MAX_NAMED = 3
 """Maximum number of earlier jobs to name; a longer list would hide the newest one."""
 _STATUSES = {"running": "still training", "paused": "paused", "waiting": "waiting for workers"}
@@ -76,9 +76,9 @@ def find_earlier_jobs(
 def is_same_cell(one: RunRecord, other: RunRecord) -> bool:
     """Return True if two jobs were started by the same cell, or by the same call from Python.
 
-    Cells are equal if their texts are, apart from comments and blank lines: a cell that is run
-    again after a change in another cell is still the same one. A job from Python has no text, so
-    its configuration must be equal, and the objects that it was called with.
+    Cells are equal if their texts are, apart from comments and blank lines. A cell that is run
+    again after a change in another cell is therefore still the same. A job from Python has no text,
+    so its configuration and the objects that it was called with must be equal.
     """
     if one.cell or other.cell:
         return normalize(one.cell) == normalize(other.cell)

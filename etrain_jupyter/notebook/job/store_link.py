@@ -1,6 +1,6 @@
 """Follow a job whose cluster is unreachable from here, by polling its log in the run store.
 
-The only supported request is that for new events, for which the log is read every ``POLL_S``. In a
+The only supported request returns new events, for which the log is read every ``POLL_S``. In a
 bucket, ``alive.json`` shows whether the coordinator is alive. For a job in a folder, this is
 unknown, so the job is followed until its log contains its end.
 """
@@ -32,7 +32,7 @@ HEARTBEAT_CHECK_S = 5.0
 
 
 class StoreLink:
-    """Connection to a job's log where its cluster is unreachable; see ``link.Link``."""
+    """Connection to a job's log where its cluster is unreachable; see ``link.JobLink``."""
 
     def __init__(self, record: RunRecord, *, why: str = "") -> None:
         self.why = why

@@ -64,7 +64,7 @@ def track_job(
         )
     chosen = {to: dict(options) or own.get(to, {})} if to else own
     for name in chosen:
-        # The destination would get each value from both.
+        # The destination would get each value twice: from here and from the scheduler.
         if not is_over and name in configured_loggers(record):
             raise ConfigError(
                 f"job {record.job_id} is {status}, and its scheduler writes to {name} already",
@@ -122,7 +122,7 @@ def configured_loggers(record: RunRecord) -> dict[str, dict[str, Any]]:
 
 def exhibit_reader(exhibits: Iterable[Exhibit]) -> ReadExhibit:
     """Return a function that reads the exhibits of a job, from its bucket if necessary."""
-    # Only exhibits that still exist: a job in a bucket has a request for each.
+    # Read only exhibits that still exist, because each one in a bucket takes a request.
     kept = {(one.step, one.name, one.time): one for one in exhibits}
 
     def read(event: ExhibitStored) -> Content | None:

@@ -97,11 +97,11 @@ class TrainingJob(JobRequests):
     def track(self, to: str | None = None, **options: Any) -> str:
         """Write the values of the job so far to a logger.
 
-        Works for a running and for an ended job, and can be repeated: a value appears once. For a
-        job that logs while it trains, use ``log.to`` in the cell.
+        The job may be running or ended. The call can be repeated, because each value appears only
+        once. For a job that logs while it trains, use ``log.to`` in the cell.
 
         Args:
-            to: ``tensorboard`` or the name of a logger of a plug-in; by default the loggers in the
+            to: ``tensorboard`` or the name of a plug-in's logger; by default the loggers in the
                 job's ``log.to``.
             **options: Options of the logger, as in ``log.to``.
 
@@ -183,7 +183,7 @@ class TrainingJob(JobRequests):
         """Wait until the job has ended, and return a summary.
 
         Raises:
-            JobFailedError: If the job failed; it has the traceback of the notebook's own code.
+            JobFailedError: If the job failed; the error has the traceback of the notebook's code.
             JobLostError: If the cluster ended before the job.
         """
         self.wait()
@@ -200,16 +200,16 @@ class TrainingJob(JobRequests):
         }
 
     def state_dict(self, which: str | int = "last", *, weights: str = "auto") -> dict[str, Any]:
-        """Return saved weights, as tensors by name; print their step if the job still trains.
+        """Return saved weights, as tensors by name; print their step if the job is still training.
 
         Only the parts of the checkpoint with the weights are read, not the optimizer's state.
 
         Args:
             which: ``last`` for the newest checkpoint with valid weights; ``best`` for the one with
-                the best evaluation, see ``checkpoint.best``; a number for the checkpoint at that
+                the best evaluation (see ``checkpoint.best``); a number for the checkpoint at that
                 step.
             weights: With ``ema``: ``averaged`` for the averaged weights, which were evaluated, or
-                ``raw`` for those that are trained. ``auto`` is ``averaged`` if there are any.
+                ``raw`` for the trained ones. ``auto`` uses averaged weights if there are any.
 
         Raises:
             CheckpointError: If the checkpoint does not exist, or has no averaged weights.
@@ -274,9 +274,8 @@ class TrainingJob(JobRequests):
     def checkpoints(self, verify: bool = False) -> list[dict[str, Any]]:
         """Return one record for each saved checkpoint, newest first.
 
-        For ``pandas.DataFrame(job.checkpoints())``. The fields are step, age_s, size_bytes, stall_s
-        (for how long it blocked training), generation, is_newest, is_best, verified, problem,
-        where.
+        ``pandas.DataFrame`` accepts the list. The fields are step, age_s, size_bytes, stall_s (for
+        how long it blocked training), generation, is_newest, is_best, verified, problem, where.
 
         Args:
             verify: True to read all parts and check their digests.
@@ -288,7 +287,7 @@ class TrainingJob(JobRequests):
         return records_of(listed, best=best, where=where, now=time.time(), stalls=stalls)
 
     def _find_saved(self, which: str | int, weights: str) -> Saved:
-        """Return a checkpoint; print its step if the job still trains."""
+        """Return a checkpoint; print its step if the job is still training."""
         saved = find_saved(self.record, which, self._best_evals(), weights)
         if not self.is_over:
             print(

@@ -22,7 +22,7 @@ ENDED = {"finished": "finished", "stopped": "been stopped", "failed": "failed"}
 
 
 class JobWait:
-    """One wait for a job. If the scheduler cannot be reached, it says so and continues.
+    """One wait for a job. It prints a message, and continues, if the scheduler cannot be reached.
 
     Args:
         job: The job.
@@ -204,7 +204,7 @@ class _Key:
         if threading.current_thread() is not threading.main_thread():
             return
         if not self._open:
-            # Our own handler may still be installed, see `close`; it must not call itself.
+            # Our own handler may still be installed (see `close`), and must not call itself.
             before = signal.getsignal(signal.SIGINT)
             if before != self._note:
                 self._before = before if callable(before) else signal.default_int_handler
@@ -212,7 +212,7 @@ class _Key:
         self._open.append(presses)
 
     def close(self, presses: list[float]) -> None:
-        # Compare by identity: two waits may have recorded equal lists, for example empty ones.
+        # Compare by identity, because two waits may have recorded equal, often empty, lists.
         self._open[:] = [one for one in self._open if one is not presses]
         # If other code has replaced our handler, do not touch the signal. That code may restore our
         # handler later; our handler then forwards every press to the previous one.

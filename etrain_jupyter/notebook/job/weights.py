@@ -39,7 +39,7 @@ Which = str | int
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint of the job, of which the parts with the weights were read and verified."""
+    """A checkpoint of the job whose parts with the weights were read and verified."""
 
     step: int
     files: dict[str, Path]
@@ -96,7 +96,7 @@ def load_weights(saved: Saved, weights: str = "auto") -> dict[str, Any]:
     Raises:
         CheckpointError: If averaged weights are requested but missing, or do not fit.
     """
-    # Import here: this loads torch, which a kernel that only looks at jobs does not need.
+    # Import here, because this loads torch, which a kernel that only looks at jobs does not need.
     from etrain_jupyter.trainer.state.capture import load_model_state
 
     if not uses_average(saved, weights):
@@ -214,7 +214,7 @@ def _find_step(record: RunRecord, step: int, weights: str) -> Saved:
     store = _store_of(record)
     steps = store.list_steps()
     if not steps:
-        _open_newest(record, weights)  # raises an error that says when the first one is written
+        _open_newest(record, weights)  # raises an error that says when the first is written
     if step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:2])
         raise CheckpointError(
@@ -236,7 +236,7 @@ def _open_newest(record: RunRecord, weights: str, *, with_model: bool = True) ->
     from etrain_jupyter.trainer.state.parts import check_parts
 
     # A running job with `checkpoint.keep: 1` replaces the checkpoint that is being opened:
-    #   here: list steps: 100              open 100: missing     list steps: 200 -> try again
+    #   here: list steps: 100              open 100: missing     list steps: 200 -> retry
     #   job:                write 200, delete 100
     # Each further attempt requires another new checkpoint, so the loop ends.
     store = _store_of(record)
@@ -300,7 +300,7 @@ def put_weights(state: dict[str, Any], model: Any, record: RunRecord) -> None:
     """Load ``state`` into ``model``.
 
     Raises:
-        CheckpointError: If the model does not fit; the message has the names and shapes.
+        CheckpointError: If the model does not fit; the message lists the names and shapes.
     """
     try:
         model.load_state_dict(state)

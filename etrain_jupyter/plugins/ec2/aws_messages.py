@@ -120,7 +120,7 @@ def kind_of(exc: BaseException) -> Kind:
     if isinstance(exc, ClientError):
         status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return kind_of_code(code_of(exc), is_server_error=status >= 500)
-    # Connection errors: it is unknown whether EC2 received the request.
+    # After a connection error, it is unknown whether EC2 received the request.
     return "transient"
 
 

@@ -35,7 +35,7 @@ from etrain_jupyter.storage.objects.s3_messages import code_of
 
 AGENT = "etrain_jupyter.plugins.ec2.machine.agent"
 MOST_USER_DATA = 16_384
-"""EC2's limit in bytes. Our script has a few hundred bytes, plus those of ``image.setup``."""
+"""EC2's limit in bytes. Our script has a few hundred bytes, plus the size of ``image.setup``."""
 ROOT = "ETRAIN_ROOT"
 """Variable with the folder of a node's environments, by default /opt/etrain."""
 KEYS = "keys"
@@ -124,8 +124,8 @@ def put_node_files(
     try:
         for name in NODE_TLS:
             bucket.put(f"{folder}/{keys}/{name}", (tls_dir / name).read_bytes(), "storing a key")
-        # Keep these out of the nodes' key folder: nodes must not read the scheduler's and client's
-        # keys.
+        # Keep these out of the nodes' key folder, because nodes must not read the scheduler's and
+        # client's keys.
         for name in HEAD_TLS if with_head else ():
             data = (tls_dir / name).read_bytes()
             bucket.put(f"{folder}/tls-head/{name}", data, "storing a key")
@@ -146,7 +146,7 @@ def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str 
 
         shutdown -h +BOOT       a timer that turns the machine off if all else fails
         archive, setup          commands of the pool
-        python3 -c ...          installs the kernel's environment, see `machine.install`
+        python3 -c ...          installs the kernel's environment; see `machine.install`
         python -m ...agent      serves, and re-arms the timer for the lifetime
         shutdown -h now         if the agent did not start, or failed to turn the machine off
 
@@ -189,8 +189,8 @@ def user_data(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts, *, role: str 
 def _install_environment(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts) -> list[str]:
     """Return the commands that install the kernel's environment.
 
-    The installer itself is part of the script, so the image needs nothing but Python. The digest of
-    the manifest is, too: an object that was changed in the bucket is refused.
+    The script contains the installer, so the image needs nothing but Python. It also contains the
+    digest of the manifest, so that a node refuses a manifest that was changed in the bucket.
     """
     source = files("etrain_jupyter.plugins.ec2.machine").joinpath("install.py").read_bytes()
     packed = base64.b64encode(zlib.compress(source, 9)).decode()
@@ -203,7 +203,7 @@ def _install_environment(spec: AwsSpotSpec, cluster_id: str, boot: BootFacts) ->
     failed = "etrain: the environment was not installed; see above."
     return [
         f'export {ROOT}="${{{ROOT}:-/opt/etrain}}"',
-        # -I: neither variables nor files of the image change the imports.
+        # With -I, neither the image's variables nor its files change the imports.
         f'python3 -I -c "{code}" {shlex.join(arguments)} --folder "${ROOT}"'
         f" || {{ echo {shlex.quote(failed)}; shutdown -h now; exit 1; }}",
         f'export ETRAIN_BOOT_PHASES="${ROOT}/phases.json"',
@@ -229,8 +229,8 @@ def _unpack_archive(spec: AwsSpotSpec, boot: BootFacts) -> list[str]:
         "Nothing was unpacked."
     )
     return [
-        # Verify the complete file first: a pipe into tar would unpack it as root before the digest
-        # is known. Use /var/tmp, because /tmp may be in memory.
+        # Verify the complete file first, because a pipe into tar would unpack it as root before the
+        # digest is known. Use /var/tmp, because /tmp may be in memory.
         "ARCHIVE=$(mktemp -d -p /var/tmp)/archive.tar.gz",
         f'{shlex.join(get)} "$ARCHIVE" > /dev/null &&'
         f' echo "{digest}  $ARCHIVE" | sha256sum --check --quiet -'
@@ -273,7 +273,7 @@ def make_template(
 ) -> str:
     """Return the id of the cluster's launch template; create it if it does not exist."""
     name = f"etrain-{cluster_id}" + ("" if role == "node" else f"-{role}")
-    # Look it up first: an on-demand head is allowed to use templates, but not to create them.
+    # Look it up first, because an on-demand head may use templates but not create them.
     filters = [{"Name": "launch-template-name", "Values": [name]}]
     if found := clients.ec2.describe_launch_templates(Filters=filters)["LaunchTemplates"]:
         return str(found[0]["LaunchTemplateId"])
@@ -287,7 +287,7 @@ def make_template(
         )
         return str(made["LaunchTemplate"]["LaunchTemplateId"])
     except ClientError as exc:
-        # Another head of this cluster has created it since the lookup: use that one.
+        # Another head of this cluster has created it since the lookup, so use that one.
         if code_of(exc) != "InvalidLaunchTemplateName.AlreadyExistsException":
             raise pool_error("the launch template cannot be created", exc, NOTHING) from exc
     found = clients.ec2.describe_launch_templates(LaunchTemplateNames=[name])["LaunchTemplates"]

@@ -11,7 +11,7 @@ of spot workers trains, and on-demand workers make up for the rest::
     slack0 |.
            |  '.  . - ' - .           spot is plentiful: no worker on demand
            |     '.         ' .
-           | keep   '. line     ' .   below the line: as many on demand as follow the line
+           | keep   '. line     ' .   below the line: enough on demand to follow the line
            |            ' .         '
          0 +----------------'.-------------  no slack left: all missing workers on demand
            start                  deadline
@@ -36,9 +36,9 @@ from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 from etrain_jupyter.rules.sizing.goodput import RateMeter, Rates, fit_rates
 
 USUAL_LOSSES_PER_NODE_HOUR = 0.6
-"""Losses of spot machines in public traces of EC2 GPU machines (p3: 0.61, g4dn: 0.54)."""
+"""Spot machines lost per machine hour in public traces of EC2 GPUs (p3: 0.61, g4dn: 0.54)."""
 USUAL_CHANGES_PER_HOUR = 15.0
-"""Changes of the number of workers in these traces, for 32 machines."""
+"""How often the number of workers changes per hour in these traces, for 32 machines."""
 RESERVE = 0.01
 MAX_DERATE = 0.9
 
@@ -54,7 +54,7 @@ def derate_of(
     losses_per_node_hour: float = USUAL_LOSSES_PER_NODE_HOUR,
     changes_per_hour: float = USUAL_CHANGES_PER_HOUR,
 ) -> float:
-    """Return the share of its rate by which a full fleet falls short while lost machines boot.
+    """Return the share of a full fleet's rate that is lost to boots and changes of the workers.
 
     >>> round(derate_of(boot_s=210.0, stall_s=1.0), 3)
     0.049
@@ -74,7 +74,7 @@ class DeadlineTerms:
     time_s: float
     """Time from the start of the job to its deadline, in seconds."""
     boot_s: float = 300.0
-    """Time from a launch until the worker trains, in seconds: the 95th percentile."""
+    """95th percentile of the time from a launch until the worker trains, in seconds."""
     period_s: float = 30.0
     """Interval between two decisions, in seconds."""
     derate: float = 0.05
@@ -89,12 +89,12 @@ class DeadlineTerms:
 
     @property
     def margin_s(self) -> float:
-        """Time reserved at the end: a boot, and three decisions that come late."""
+        """Time reserved at the end, for one boot and three late decisions."""
         return self.boot_s + 3 * self.period_s
 
     @cached_property
     def safe_rate(self) -> float:
-        """Samples per second of all workers, of which some are always being replaced."""
+        """Samples per second of all workers, given that some are always being replaced."""
         return self.rates[-1] * (1 - self.derate)
 
     @cached_property
@@ -116,7 +116,7 @@ class DeadlineView:
     remaining_s: float
     """Time to the deadline, in seconds; negative after it."""
     num_spot: int
-    """Spot workers that train, without those that EC2 is about to reclaim."""
+    """Spot workers that train, except those that EC2 is about to reclaim."""
     num_on_demand: int
     """On-demand workers, including those that boot."""
 
@@ -148,7 +148,8 @@ def on_demand_workers(terms: DeadlineTerms, view: DeadlineView) -> int:
     short = max(0, enough - view.num_spot)
     if slack_s < line_s:
         return short
-    # Hysteresis of a boot in both directions, so that no worker is launched and released in turns.
+    # Hysteresis of one boot time in each direction, so that workers are not launched and released
+    # alternately.
     if slack_s > line_s + 2 * terms.boot_s * share:
         return 0
     return min(view.num_on_demand, short)
@@ -157,7 +158,7 @@ def on_demand_workers(terms: DeadlineTerms, view: DeadlineView) -> int:
 def least_workers(terms: DeadlineTerms, rates: Rates) -> int | None:
     """Return the least number of workers that meets the deadline safely; None if none does.
 
-    ``rates`` go up to a larger number of workers than those of the job.
+    ``rates`` cover a larger number of workers than the job's own rates.
     """
     usable_s = terms.time_s - terms.margin_s
     if usable_s <= 0:
@@ -222,7 +223,7 @@ class DeadlineSchedule:
         )
         owned = sum(m.workers for m in staying if m.lifecycle == "on-demand")
         total, warnings = 0, []
-        # Share the workers among the jobs in the order in which `allocate` does.
+        # Share the workers among the jobs in the same order as `allocate`.
         for job in jobs:
             most = min(job.max_workers, self.max_workers)
             has_spot = min(spot, most)
@@ -267,7 +268,7 @@ class DeadlineSchedule:
 
     @property
     def boot_s(self) -> float:
-        """Boot time to expect, in seconds: the longest of the last ones."""
+        """Expected boot time in seconds: the longest of the recent boots."""
         return self._boots.longest_s
 
     def _measure(

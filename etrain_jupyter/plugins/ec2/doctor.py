@@ -85,7 +85,7 @@ def find_credentials(spec: AwsSpotSpec) -> str:
 
 
 def check_all(region: str | None) -> list[Finding]:
-    """Check all clusters created by this package in the account, also those of other users."""
+    """Check all clusters that this package created in the account, even those of other users."""
     return [found for spec in aws_specs(region) for found in _query_ec2(spec)]
 
 

@@ -1,6 +1,6 @@
 """Requests to EC2: clients, descriptions of machines and types, termination.
 
-boto3 retries reads in adaptive mode. It must not retry launches, see ``fleet_launch``.
+boto3 retries reads in adaptive mode. It must not retry launches; see ``fleet_launch``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ S3_LIMITS = S3Limits(
     patience_s=20.0,
     deadline_s=20.0,
 )
-"""Limits for requests for the lease and the head's other objects, which must not block it long."""
+"""Limits for requests for the head's objects, such as its lease, which must not block it long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ class Clients:
             return self._own_account
 
     def forget(self) -> None:
-        """Drop all clients, so that the next one reloads the credentials, which have expired."""
+        """Drop all clients, so that new clients reload the expired credentials."""
         with self._lock:
             # Threads that still hold an old client fail once more, and then get a new one.
             self._made.clear()
@@ -329,7 +329,7 @@ def placement_scores(ec2: Any, types: Sequence[str], count: int, region: str) ->
             RegionNames=[region],
         )
     except (*AwsErrors, ResponseParserError):
-        return {}  # Scores are optional: they only rank zones, and the role may lack permission.
+        return {}  # The role may lack permission, and scores only rank zones.
     # Scores use zone ids (use1-az1), but all other requests use the account's own names
     # (us-east-1a).
     names = {zone["ZoneId"]: zone["ZoneName"] for zone in zones}

@@ -136,7 +136,7 @@ def _result(
 
 def _refusal(type: str, zone: str, code: str, message: str) -> LaunchFailure:
     kind = kind_of_code(code)
-    # Treat temporary errors like missing capacity: the pool backs off.
+    # Treat temporary errors like missing capacity, so that the pool backs off.
     kind = "capacity" if kind in ("transient", "credentials") else kind
     return LaunchFailure(
         type=type, zone=zone, code=code, message=message_of_code(code, message), kind=kind

@@ -20,8 +20,8 @@ from typing import Any, Self
 FIRST_BACK_OFF_S = 5.0
 BACK_OFF_GROWTH = 1.25
 MAX_BACK_OFF_S = 60.0
-"""The back-off of a pool without capacity, in seconds: about a quarter of the time for which it has
-had none, so that little time with capacity is lost, and at most a minute."""
+"""Longest back-off of a pool without capacity, in seconds. Until then, the back-off is about a
+quarter of the time without capacity, so that little time with capacity is lost."""
 QUOTA_BACK_OFF_S = 300.0
 """Back-off after a refusal because of a quota, in seconds."""
 URGENT_BACK_OFF_S = 30.0
@@ -87,7 +87,7 @@ class LaunchFailure:
     code: str
     message: str
     kind: str
-    """``capacity``, ``quota``, ``unsupported`` or ``fatal``, see ``aws_messages.kind_of``."""
+    """``capacity``, ``quota``, ``unsupported`` or ``fatal``; see ``aws_messages.kind_of``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class FleetState:
         acks = (*self.acks, *(ack for ack in answer.acks if ack.id not in known))
         back_offs = dict(self.back_offs)
         for ack in answer.acks:
-            # The pool has capacity again: the next refusal starts with the shortest back-off.
+            # The pool has capacity again, so the next refusal starts with the shortest back-off.
             back_offs.pop((ack.type, ack.zone, ack.lifecycle), None)
         refusals = answer.refusals
         # EC2 returned neither machines nor errors: back off from all pools to avoid a busy loop.
@@ -185,12 +185,12 @@ class FleetState:
     def looked_up(self, found: Iterable[str], missing: Iterable[str], now: float) -> FleetState:
         """Record the result of querying machines that EC2 should have listed by now."""
         there, gone = set(found), set(missing)
-        # EC2 finds the machine by id but does not list it yet: allow another VISIBLE_S.
+        # EC2 finds the machine by id but does not list it yet, so allow another VISIBLE_S.
         acks = (dataclasses.replace(a, at=now) if a.id in there else a for a in self.acks)
         return self.with_(acks=tuple(ack for ack in acks if ack.id not in gone))
 
     def boot_succeeded(self) -> FleetState:
-        """Record that a node's workers have connected: the image and the configuration work."""
+        """Record that a node's workers have connected, so the image and configuration work."""
         return self.with_(num_boot_failures=0) if self.num_boot_failures else self
 
     def failed_to_boot(self, node: str, limit: int, now: float) -> FleetState:

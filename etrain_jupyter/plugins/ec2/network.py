@@ -25,7 +25,7 @@ class Network:
     """Subnet of each zone."""
     security_group: str
     is_ours: bool
-    """The group was created for the cluster, and is removed with it."""
+    """True if the group was created for the cluster, and is removed with it."""
 
 
 def open_network(ec2: Any, spec: AwsSpotSpec, cluster_id: str, tags: Mapping[str, str]) -> Network:

@@ -31,7 +31,7 @@ class NodeConfig:
     workers_per_node: int = 0
     """0 for one per GPU, or one on a machine without GPUs."""
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-    """Package versions in the notebook, see ``wire.versions``."""
+    """Package versions in the notebook; see ``wire.versions``."""
     supervisor: str = "etrain_jupyter.worker.supervisor:Supervisor"
 
     @classmethod
@@ -44,7 +44,7 @@ class NodeConfig:
         data = json.loads(text)
         if not isinstance(data, dict):
             raise ValueError("config.json is not a mapping")
-        # The image may have an older version than the head: ignore keys that it does not know.
+        # The image may have an older version than the head, so ignore keys that it does not know.
         known = {f.name for f in dataclasses.fields(cls)}
         try:
             return cls(**{key: value for key, value in data.items() if key in known})

@@ -14,17 +14,17 @@ from etrain_jupyter.rules.costs import usd_per_1k_samples
 
 UNKNOWN_SCORE = 5
 VALUE_MARGIN = 1.15
-"""Types whose cost per sample is at most this multiple of the lowest one are launched."""
+"""A type is launched if its cost per sample is at most this multiple of the lowest cost."""
 LOW = 3
 """Highest score that counts as low; also the highest one that EC2 gives to one or two types."""
 CLEARLY_BETTER = 3
-"""Difference between two zones' scores that is not just noise."""
+"""Smallest difference between two zones' scores that is not just noise."""
 WAIT_S = 60.0
 """Time without capacity in a zone after which other zones may be used, in seconds."""
 SHORT_WAIT_S = 15.0
 """The same for a zone with a low score, if another zone has a clearly better one."""
 USD_PER_GB = 0.02
-"""Price of traffic between two zones of a region: 0.01 US dollars per GB out, and as much in."""
+"""Price of traffic between two zones of a region: 0.01 US dollars per GB out, and 0.01 in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,8 @@ def best_value(
 ) -> tuple[list[Offer], int | None]:
     """Return the offers with the lowest price per sample, and a limit on the number of machines.
 
-    Types within ``VALUE_MARGIN`` of the best one are equivalent: each of them may lack capacity.
+    Types within ``VALUE_MARGIN`` of the best one count as equivalent, because any of them may lack
+    capacity.
 
     ===========================================  ===============================================
     no type has been measured                    all offers
@@ -202,7 +203,7 @@ def traffic_usd_per_h(
     """Return the hourly price of the exchange of gradients between zones.
 
     In a ring, each rank sends ``2 (w - 1) / w`` times the gradients to its neighbor in each step.
-    If the ranks of a zone are neighbors, as many links as there are zones connect two zones.
+    If the ranks of each zone are neighbors, one link per zone leads to another zone.
 
     >>> round(traffic_usd_per_h(gradient_bytes=1e6, steps_per_s=1.0, workers=4, zones=2), 3)
     0.216
@@ -224,11 +225,12 @@ def pays_to_spread(
 ) -> bool:
     """Return True if spot workers in another zone cost less than workers on demand.
 
-    The alternatives are to wait without these workers, or to pay the on-demand price. A worker is
-    assumed to be worth at most that price, because the job could have it there.
+    The alternatives are to wait without these workers, or to pay the on-demand price. The job can
+    always buy a worker at that price, so a worker is assumed to be worth at most that much.
 
-    Prices are those of an hour: of all traffic, see ``traffic_usd_per_h``, and of one of the
-    ``num_more`` workers in the other zone. ``changes_per_h`` workers receive the state per hour.
+    All prices are per hour. ``traffic_usd`` is the price of all traffic; see ``traffic_usd_per_h``.
+    The other prices are for one of the ``num_more`` workers in the other zone. Every hour,
+    ``changes_per_h`` workers receive the state.
 
     >>> terms = dict(state_bytes=3e8, changes_per_h=2.0, spot_usd=0.28, on_demand_usd=0.80)
     >>> pays_to_spread(traffic_usd=0.2, num_more=2, **terms)

@@ -50,7 +50,7 @@ class Prices:
             ClientError: If EC2 refuses the request for spot prices.
         """
         wanted = sorted(set(types))
-        # On-demand rates hardly ever change: request each type once.
+        # On-demand rates hardly ever change, so request each type once.
         missing = [t for t in wanted if t not in self.on_demand and t not in self.unknown]
         if missing:
             self._fetch_on_demand(missing)
@@ -74,7 +74,7 @@ class Prices:
                     found[type] = usd
             self.source = f"Pricing API, {time.strftime('%Y-%m-%d', time.gmtime())}"
         except (*AwsErrors, ValueError, KeyError):
-            # The Pricing API is a separate service: the role may not have permission to use it, and
+            # The Pricing API is a separate service. The role may not have permission to use it, and
             # a simulation of AWS may not provide it.
             self.source = f"built-in table, {TABLE_REGION}, {TABLE_DATE}"
         for type in types:
@@ -136,7 +136,7 @@ def on_demand_rate(pricing: Any, type: str, region: str) -> float | None:
         {"Type": "TERM_MATCH", "Field": key, "Value": word} for key, word in attributes.items()
     ]
     answer = pricing.get_products(ServiceCode="AmazonEC2", Filters=filters, MaxResults=10)
-    # One product: a type in a region, without licences. Reserved terms and zero prices are skipped.
+    # A product is a type in a region, without licences. Reserved terms and zero prices are skipped.
     for text in answer["PriceList"]:
         product = json.loads(text) if isinstance(text, str) else text
         for term in product.get("terms", {}).get("OnDemand", {}).values():

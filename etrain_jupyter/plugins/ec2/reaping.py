@@ -33,7 +33,7 @@ KINDS = {
     "volume": ("Volumes", "VolumeId"),
     "security-group": ("SecurityGroups", "GroupId"),
 }
-"""Keys of resources other than machines in EC2's answers: of their list, and of the id."""
+"""Keys in EC2's responses for resources other than machines: of the list, and of the id."""
 POLL_S = 0.5
 MAX_POLL_S = 5.0
 NUM_EMPTY_LISTINGS = 2
@@ -155,7 +155,7 @@ def remove(
     """Remove all resources of a cluster except its ledger; return those that remain.
 
     ``home`` is the URL of the cluster's objects, used if no tagged resource is left. With
-    ``spares_head``, the head's machine, which is this one, stays with its template and group.
+    ``spares_head``, the head's machine (this one) is kept, with its template and group.
     """
     deadline = time.monotonic() + timeout_s
     #   machines            terminated, until NUM_EMPTY_LISTINGS listings are empty

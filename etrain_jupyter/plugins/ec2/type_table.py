@@ -1,7 +1,8 @@
-"""Built-in tables of machine types: GPUs, network, peak arithmetic and on-demand prices.
+"""Built-in tables of machine types: GPUs, network, peak FLOPS and on-demand prices.
 
-Network: baseline bandwidth, which a type holds for longer than a burst (EC2 documentation, also for
-"up to" types). Peaks: data sheets of the GPUs, dense, without sparsity.
+Network bandwidths are the baselines in the EC2 documentation, even for "up to" types: a type can
+sustain them for longer than a burst. Peak FLOPS are from the GPUs' data sheets, for dense matrices
+without sparsity.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 FLOW_GBIT_PER_S = 5.0
-"""Limit of EC2 for one TCP connection outside of a cluster placement group."""
+"""EC2's limit for one TCP connection outside of a cluster placement group."""
 TABLE_DATE = "2025-06"
 TABLE_REGION = "us-east-1"
 ON_DEMAND_USD: Mapping[str, float] = {
@@ -40,7 +41,7 @@ ON_DEMAND_USD: Mapping[str, float] = {
     "t3.large": 0.0832,
     "m5.large": 0.096,
 }
-"""US dollars an hour for Linux in one region: fallback if the Pricing API is not available."""
+"""US dollars an hour for Linux in one region, in case the Pricing API is not available."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class Gpu:
     name: str
     fp32_tflops: float
     half_tflops: float
-    """Peak in bf16, or in fp16 if the GPU has no bf16."""
+    """Peak TFLOPS in bf16, or in fp16 if the GPU has no bf16."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Plan jobs and simulate capacity policies: ``%etrain plan`` and ``%etrain simulate``.
 
-The plans use EC2's machine types, prices and fleet rules, so this plug-in needs that for EC2.
+The plans use EC2's machine types, prices and fleet rules, so this plug-in needs the EC2 plug-in.
 """
 
 from __future__ import annotations

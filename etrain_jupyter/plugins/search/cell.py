@@ -281,7 +281,7 @@ def _constants_of(
         message = f"!py {text.strip()} contains more than arithmetic: {exc}"
         raise source.error(path, message, hint=hint) from exc
     except (ArithmeticError, TypeError, ValueError):
-        pass  # with the real values it may be valid, see _check_samples
+        pass  # with the real values it may be valid; see _check_samples
     return found
 
 
@@ -335,7 +335,7 @@ def _check_same_for_all(
 def _check_samples(
     template: TrialTemplate, space: Mapping[str, Parameter], source: SourceMap
 ) -> None:
-    """Reject a space of which no end, or only some choices, give a valid configuration."""
+    """Reject a space if a choice, or an end of a range, gives an invalid configuration."""
     for values, name in _examples(space):
         try:
             template.build(values)
@@ -348,7 +348,7 @@ def _check_samples(
 
 
 def _examples(space: Mapping[str, Parameter]) -> Iterator[tuple[dict[str, Value], str]]:
-    # One name at a time: the product of all values may be huge, and an error names its value.
+    # Vary one name at a time: the product of all values may be huge, and errors name the value.
     base = {name: parameter.samples[0] for name, parameter in space.items()}
     for name, parameter in space.items():
         for value in parameter.samples:

@@ -10,9 +10,9 @@
 Optuna's journal is the study's only durable state. A restarted scheduler finds each trial there
 with its job's id and what the trial has reported; everything else follows from the job's log.
 
-A disk that rejects writes (full, read-only, failing) does not end a study: the driver repeats the
-rejected call on each tick, and the trials continue to train. Calls can be repeated, because each of
-them also completes what a scheduler that died in it has left.
+A disk that rejects writes (full, read-only, failing) does not end a study. The driver repeats the
+rejected call on each tick, and the trials continue to train. Calls can be repeated, because each
+call also completes what a previous scheduler left unfinished when it died during that call.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class StudyDriver:
     ) -> None:
         self.spec = spec
         self.verdict: StudyVerdict | None = None
-        """Its end; None while it continues."""
+        """The study's end; None while the study continues."""
         self._host = host
         self._on_end, self._on_trouble = on_end, on_trouble
         self._trials: dict[int, Trial] = {}
         self._by_job: dict[str, Trial] = {}
         self._news: list[tuple[Trial, TrialEvaluation]] = []
         self._changed = asyncio.Event()
-        # A clock that is set while the study runs must not use up its time budget.
+        # Setting the clock while the study runs must not use up its time budget.
         self._began_at = clock.from_wall(spec.created) if spec.created else clock.now()
         # One thread, so that Optuna's calls happen one at a time and never block the event loop.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="etrain-optuna")
@@ -114,7 +114,7 @@ class StudyDriver:
 
     @property
     def share(self) -> StudyShare:
-        """Its rule for sharing workers, with its running trials, best first."""
+        """The study's rule for sharing workers, with its running trials, best first."""
         sign = -1.0 if self.spec.config.mode == "max" else 1.0
         running = [t for t in self._trials.values() if t.state == "RUNNING"]
         # Trials without a value come last, in order of their start.
@@ -244,7 +244,7 @@ class StudyDriver:
     # --- trials ---
 
     async def _start(self, trial: Trial, *, resumes: bool = False) -> None:
-        """Start a trial's job; a configuration that cannot be built fails the trial alone."""
+        """Start a trial's job; a configuration that cannot be built fails only this trial."""
         try:
             config = self.spec.build_config(trial.values)
         except ConfigError as exc:
@@ -268,7 +268,7 @@ class StudyDriver:
                 continue
             if not is_usable(value):
                 # With eval.score, the loss and the scores of one evaluation arrive in two events.
-                # The trial fails once it has ended without the metric, see _settle.
+                # The trial fails once it has ended without the metric; see _settle.
                 trial.reason = (
                     f"no evaluation reported a finite '{self.spec.config.metric}'; reported: "
                     f"{', '.join(sorted(evaluation.values))}"
@@ -356,7 +356,7 @@ class StudyDriver:
         past = read_events(log) if log.exists() else []
         ended = [e for e in past if isinstance(e, JobStatusChanged)][-1:]
         is_active = job is not None and not job.state.is_ended
-        # No await from here until the job is followed: no event is missed or taken twice.
+        # No await from here until the job is followed, so no event is missed or taken twice.
         news = trial.progress.apply_all(past)
         if is_active:
             self._by_job[trial.job_id] = trial

@@ -91,7 +91,7 @@ def evaluate_importance(
 def copy_trials(
     trials: Sequence[optuna.trial.FrozenTrial], values: Mapping[int, float | None], *, mode: str
 ) -> optuna.Study:
-    """Return a study in memory with the same trials, which are complete with other values.
+    """Return an in-memory study with the same trials, which are complete with these values.
 
     Args:
         trials: The trials.
@@ -170,7 +170,7 @@ def draw(
         shown = importance.compared
         more["evaluator"] = package.importance.PedAnovaImportanceEvaluator()
     else:
-        # Optuna draws complete trials only. A pruned trial shows as much, by its newest value.
+        # Optuna draws only complete trials. Draw a pruned trial as well, with its newest value.
         trials = study.get_trials(deepcopy=False)
         values = {t.number: v for t in trials if (v := _newest_value(t)) is not None}
         shown = copy_trials(trials, values, mode=mode)

@@ -34,7 +34,7 @@ STUDY_FILE = "study.json"
 JOURNAL_FILE = "optuna.journal"
 LEASE_FILE = "study.lease"
 LEASE_BYTES = 1000
-"""Size of the lease: its holder, and in the next line why the journal cannot be written."""
+"""Size of the lease file: the holder, and in the next line why the journal cannot be written."""
 
 MAX_LINE_BYTES = 1 << 20
 """Maximum size of a line of the journal."""
@@ -98,7 +98,7 @@ class StudyLease:
 
     def _lock(self) -> None:
         # The kernel releases the lock when a process exits, even if it is killed. A reader that
-        # calls `is_free` holds it for some microseconds, so try again before giving up.
+        # calls `is_free` holds it for some microseconds, so retry before giving up.
         for attempt in range(NUM_ATTEMPTS):
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +118,7 @@ class StudyLease:
 
     @staticmethod
     def read_trouble(folder: Path) -> str:
-        """Return the text that the holder of a study's lease has shown last."""
+        """Return the text that the holder of a study's lease stored last."""
         try:
             with open_regular(folder / LEASE_FILE) as file:
                 text = file.read(LEASE_BYTES).decode(errors="replace")
@@ -153,7 +153,7 @@ class StudyLease:
 
 
 def import_optuna() -> Any:
-    """Return the package optuna.
+    """Return the optuna package.
 
     Raises:
         EtrainError: If it is not installed.
@@ -165,7 +165,7 @@ def import_optuna() -> Any:
             "a search needs the package optuna, which is not installed here. Nothing was started. "
             "Run: pip install 'etrain-jupyter[search]'"
         ) from exc
-    # Otherwise it prints a line for each trial.
+    # Otherwise, Optuna prints a line for each trial.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -94,7 +94,7 @@ def submit_study(plan: StudyPlan) -> Study:
     try:
         link = _submit(record, address)
     except PoolError as exc:
-        # Without an answer, the scheduler may be running it, in this folder.
+        # Without an answer, the scheduler may be running the study in this folder.
         if not isinstance(exc, NoAnswerError):
             store.discard(record)
         raise
@@ -140,7 +140,7 @@ def _resume_study(study: Study, num_trials: int) -> JobLink:
     try:
         link = _submit(resumed, address)
     except PoolError as exc:
-        # Refused: another cluster may be running it. Without an answer, this one may be.
+        # After a refusal, another cluster may be running it; without an answer, this one may be.
         if not isinstance(exc, NoAnswerError):
             rewrite_record(record)
         raise

@@ -62,7 +62,8 @@ class OptunaStudy:
         }
         if self._config.method == "grid":
             grid = all_combinations(spec.parameters) or []
-            # Enqueue these first, in order: a scheduler that died partway has stored a prefix.
+            # Enqueue these first, in order, because a scheduler that died partway has stored a
+            # prefix.
             for values in grid[len(self._study.get_trials(deepcopy=False)) :]:
                 self._study.enqueue_trial(values)
         self.set_status("running", num_trials=spec.num_trials)
@@ -115,7 +116,7 @@ class OptunaStudy:
         return self._begin(self._study.ask(self._distributions))
 
     def complete(self, begun: StoredTrial) -> StoredTrial:
-        """Choose the rest of a trial's values: the scheduler died in ``ask``.
+        """Choose the rest of a trial's values after a scheduler died in ``ask``.
 
         Returns:
             The trial with the values that ``ask`` would have chosen.
@@ -125,7 +126,7 @@ class OptunaStudy:
         trial = self._optuna.trial.Trial(self._study, frozen._trial_id)
         for name, distribution in self._distributions.items():
             if name in frozen.params:
-                # Only to draw the random numbers of the stored value once more.
+                # Draw the random numbers of the stored value again, and ignore the result.
                 sampler.sample_independent(self._study, frozen, name, distribution)
             else:
                 trial._suggest(name, distribution)
@@ -136,8 +137,8 @@ class OptunaStudy:
         return _stored(self._frozen(trial.number))
 
     def _make_sampler(self, count: int) -> optuna.samplers.BaseSampler:
-        # A sampler made for this trial alone: its randomness follows from the seed and the number
-        # of trials, so that a restarted scheduler neither repeats nor changes what it chooses.
+        # Each trial has its own sampler, whose randomness depends only on the seed and the number
+        # of trials. A restarted scheduler therefore neither repeats nor changes its choices.
         seed = (self._config.seed * 1_000_003 + count) % 2**32
         samplers = self._optuna.samplers
         sampler = samplers.TPESampler if self._config.method == "tpe" else samplers.RandomSampler
@@ -151,7 +152,7 @@ class OptunaStudy:
         rungs = self.rungs or ()
         decision = _Decision(self._study)
         is_pruned = False
-        # Not after the last rung: there, Optuna would compare once more just before the end.
+        # Skip this after the last rung, where Optuna would compare again just before the end.
         if rungs and samples < rungs[0] * self._config.divisor ** len(rungs):
             reported = copy.copy(frozen)
             reported.intermediate_values = {**frozen.intermediate_values, samples: value}
@@ -167,8 +168,8 @@ class OptunaStudy:
             self._storage.set_trial_user_attr(frozen._trial_id, names.REASON, reason)
         for key, reached in decision.attributes.items():
             self._storage.set_trial_system_attr(frozen._trial_id, key, reached)
-        # Last: a restarted scheduler reports each evaluation whose value is missing again, so a
-        # decision is repeated, or completed, if the scheduler died before this line.
+        # Store this last. If the scheduler dies before this line, the next one finds no value,
+        # reports the evaluation again, and so repeats or completes the decision.
         self._storage.set_trial_intermediate_value(frozen._trial_id, samples, value)
         return reason
 
@@ -198,7 +199,7 @@ class OptunaStudy:
 
 
 class _Decision:
-    """The study as Optuna's pruner sees it, without effect: the pruner's records are collected.
+    """The study as Optuna's pruner sees it; the pruner's writes are collected, not stored.
 
     The pruner writes the rungs that a trial has reached before it decides. If the scheduler died
     in between, the next one would not decide again, and the trial would reach its next rung.
@@ -228,8 +229,8 @@ def make_pruner(optuna: Any, rungs: tuple[int, ...], divisor: int) -> Any:
 def _open_for_writing(optuna: Any, path: Path) -> optuna.storages.BaseStorage:
     """Open the journal such that a failed write leaves nothing; the caller holds the lease.
 
-    A full disk, or a kill, leaves half a line. The next line would be glued to it, and no reader
-    could read either.
+    A full disk, or a kill, leaves half a line. The next line would be appended to it, and both
+    would be unreadable.
     """
     backend = optuna.storages.journal.JournalFileBackend
 

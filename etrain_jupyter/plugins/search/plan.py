@@ -76,7 +76,7 @@ class StudyPlan:
         return f"{limit:,} samples, by the budget" if limit is not None and limit < most else text
 
     def _price(self) -> str:
-        # The pool limits the workers further: it has a maximum of its own.
+        # The pool's own maximum limits the workers further.
         num_trials = min(self.parsed.search.concurrent or math.inf, self.parsed.num_trials)
         text = self.trial.max_price(num_jobs=int(num_trials))
         usd = self.parsed.search.budget.usd
@@ -108,9 +108,9 @@ def _describe_budget(budget: Budget) -> str:
 
 
 def size_of(expression: str, names: Mapping[str, Any]) -> int | None:
-    """Return the size of a data set of the notebook; None unless it is known without its code."""
+    """Return the size of a notebook's data set; None unless it is known without running code."""
     value = names.get(expression)
-    # The length of a tuple or a dict is that of its tensors, and a function builds the set later.
+    # A tuple or a dict has the length of its tensors, and a function builds the data set later.
     if value is None or callable(value) or isinstance(value, tuple | list | dict | str):
         return None
     return len(value) if hasattr(value, "__len__") else None

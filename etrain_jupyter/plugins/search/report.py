@@ -55,7 +55,7 @@ class StudyView:
 
     @property
     def best(self) -> TrialRow | None:
-        """The best complete trial; while there is none, the best running one, then pruned one."""
+        """The best complete trial; if there is none, the best running or else pruned trial."""
         # A pruned trial was compared at a rung, so its value may be better than those of trials
         # that have gone further.
         for state in ("COMPLETE", "RUNNING", "PRUNED"):

@@ -17,7 +17,7 @@ MAX_RUNGS = 5
 """Maximum number of rungs below the end of a trial, as in Determined's searcher."""
 
 MAX_FIRST_FAILURES = 3
-"""A study whose first trials all fail stops after this many."""
+"""A study stops if this many of its first trials all fail."""
 
 
 # --- rungs ---
@@ -26,7 +26,7 @@ MAX_FIRST_FAILURES = 3
 def place_rungs(*, num_samples: int, divisor: int, min_samples: int) -> tuple[int, ...]:
     """Return the sample counts at which trials are compared, lowest first.
 
-    The end of a trial counts as the last rung and is not included: a trial that reaches it is
+    The end of a trial counts as the last rung and is not included; a trial that reaches it is
     complete. All rungs are at or above ``min_samples``, the samples at the first evaluation.
 
     Args:
@@ -144,9 +144,9 @@ def share_studies(
 ) -> list[Claim]:
     """Limit the claims of trials, so that ``allocate`` shares each study's workers by its rule.
 
-    A study gets what its trials get together as ordinary jobs. Each trial keeps its minimum; the
-    rest goes around one by one (``fair``), or to the best trial up to its maximum, then to the next
-    (``promising``). The claims of other jobs do not change.
+    A study gets as many workers as its trials would get as ordinary jobs. Each trial keeps its
+    minimum; the rest goes around one by one (``fair``), or to the best trial up to its maximum,
+    then to the next (``promising``). The claims of other jobs do not change.
 
     Args:
         claims: One per job, in order of submission.
@@ -201,5 +201,5 @@ def _share_by_rank(
 
 
 def _minimums(members: Sequence[Claim], shares: Mapping[str, int]) -> dict[str, int]:
-    # A trial that gets less than its minimum as an ordinary job waits.
+    # A trial waits if it would get less than its minimum as an ordinary job.
     return {c.job_id: min(c.min_workers, shares[c.job_id]) for c in members}

@@ -49,7 +49,7 @@ def list_study(study: Study) -> None:
 def _list(study: Study, view: StudyView, display_id: str) -> None:
     link().panel.put_study(study.id, study_row(view, created=study.record.created))
     if view.status == "running":
-        # A daemon: the study does not need the kernel, so the kernel need not wait for its end.
+        # A daemon thread, because the kernel need not wait for the end of the study.
         threading.Thread(
             target=_follow, args=(study, view, display_id), name="etrain-study", daemon=True
         ).start()

@@ -82,7 +82,7 @@ class Studies:
             try:
                 self._drive(spec, StudyLease(spec.folder))
             except (FencedError, OSError) as exc:
-                # Another cluster has resumed it in the meantime.
+                # Another cluster has resumed the study in the meantime.
                 logger.error("study %s is not continued here: %s", spec.study_id, exc)
                 self._remove_record(spec.study_id)
 

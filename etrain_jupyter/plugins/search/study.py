@@ -186,12 +186,12 @@ class Study(Recorded):
 
     @property
     def best_params(self) -> dict[str, Any]:
-        """The values of the best trial, see ``best_job``."""
+        """The values of the best trial; see ``best_job``."""
         return dict(self._best().params)
 
     @property
     def best_value(self) -> float:
-        """The metric of the best trial, see ``best_job``."""
+        """The metric of the best trial; see ``best_job``."""
         return self._best().value
 
     @property

@@ -44,7 +44,7 @@ class TrialProgress:
     _step: int = 0
 
     def apply(self, event: Event) -> TrialEvaluation | None:
-        """Add the next event of the log, and return its evaluation, if it is one."""
+        """Add the next event of the log, and return the evaluation in it, if any."""
         match event:
             case JobPlanned():
                 self.plan = event
@@ -53,14 +53,15 @@ class TrialProgress:
                 self.samples = event.epoch * length + event.first + event.samples
                 self._step = event.step
             case JobRestored() if self._step:
-                # Steps have the same size except at the end of an epoch; the next step is exact.
+                # Assume steps of equal size, although the last one of an epoch may be smaller. The
+                # next StepCompleted corrects the number.
                 self.samples = self.samples * event.step // self._step
                 self._step = event.step
             case EvalCompleted():
                 self._samples_at[event.step] = self.samples
                 return self._evaluated(self.samples, event.values)
             case EvalScored():
-                # Scores arrive later than their evaluation: later steps may precede them.
+                # Scores arrive later than their evaluation, so later steps may precede them.
                 samples = self._samples_at.get(event.step, self.samples)
                 return self._evaluated(samples, event.values)
             case CostUpdated():

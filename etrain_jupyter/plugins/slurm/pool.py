@@ -47,7 +47,7 @@ class SlurmPool(SpecPool[SlurmSpec]):
         Raises:
             PoolError: If dask-jobqueue or one of SLURM's commands is missing.
         """
-        # Do not import it here: that would replace the kernel's handler of SIGINT.
+        # Do not import it here, because that would replace the kernel's handler of SIGINT.
         if importlib.util.find_spec("dask_jobqueue") is None:
             raise PoolError(MISSING.format(why=f"pool {self.name!r} needs it"))
         commands.check_commands()
@@ -57,11 +57,11 @@ class SlurmPool(SpecPool[SlurmSpec]):
         return not all(job.is_ending for job in jobs)
 
     def shared_place(self) -> str:
-        """Return an empty string: the nodes share this machine's folders."""
+        """Return an empty string, because the nodes share this machine's folders."""
         return ""
 
     def price(self, max_workers: int) -> str:
-        """Return the worst-case cost of that many workers as text."""
+        """Return the worst-case cost of ``max_workers`` workers as text."""
         if self.spec.price is None:
             return "an unknown amount: its entry in pools.yaml has no price"
         count = min(max_workers, self.spec.workers.max)

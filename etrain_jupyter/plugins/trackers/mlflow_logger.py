@@ -84,7 +84,7 @@ class MlflowLogger:
         self._run_id = ""
         self._num_stored = 0
         self._has_local_files = False
-        """True if a server, not the user, names the folder of this machine for artifacts."""
+        """True if a server, not the user, chose the artifact folder on this machine."""
         # Steps of the newest stored metrics, by key. The process may have died after it had stored
         # metrics, but not yet the tag that counts them.
         self._torn: dict[str, set[int]] = {}
@@ -277,7 +277,7 @@ def metric_key(tag: str) -> str:
 
 
 def _absolute(uri: str) -> str:
-    """Make a path absolute: the scheduler may run in a different folder than the notebook."""
+    """Make a path absolute, because the scheduler may run in a folder other than the notebook's."""
     scheme, separator, path = uri.partition(":///")
     if separator and scheme.startswith("sqlite"):
         return f"{scheme}:///{Path(path).expanduser().absolute()}"

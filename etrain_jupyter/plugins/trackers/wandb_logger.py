@@ -1,4 +1,4 @@
-"""Write a job to Weights & Biases, online or, for a later ``wandb sync``, into a folder.
+"""Write a job to Weights & Biases, online or into a folder for a later ``wandb sync``.
 
 A row of a run's history cannot be removed. If a job returns to an older step, a new run is
 therefore written from the log, with the suffix ``-2``, ``-3`` ... Offline, the folder of the
@@ -197,7 +197,7 @@ class WandbLogger:
 
 
 def _remove_unsynced(folder: Path, run: RunInfo) -> None:
-    """Remove what earlier writers of the job left in the folder and has not been synced.
+    """Remove the job's earlier runs from the folder, unless they have been synced.
 
     An offline run cannot be continued in its folder, so it is written again.
     """
@@ -218,7 +218,7 @@ def _init(**options: Any) -> Any:
         return wandb.init(**options)
     except Exception:
         # W&B's service process would reject the id of a run that failed to start. It also serves
-        # the notebook's own run: leave that one alone.
+        # the notebook's own run, which must continue.
         if wandb.run is None:
             wandb.teardown()
         raise

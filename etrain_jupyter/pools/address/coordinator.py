@@ -179,7 +179,7 @@ class GuestCoordinator(Coordinator):
         self, scheduler: Scheduler, worker: str, **values: Any
     ) -> Awaitable[None] | None:
         """Handle a worker's closed connection. Called by the scheduler, which awaits the result."""
-        # Forget the reasons for workers that are gone: a new worker with the same name may work.
+        # Forget the reasons for workers that are gone, because a new one of the same name may fit.
         present = {str(state.name) for state in scheduler.workers.values()}
         self._unfit = {name: why for name, why in self._unfit.items() if name in present}
         return super().remove_worker(scheduler, worker, **values)
@@ -229,7 +229,7 @@ class GuestCoordinator(Coordinator):
         }
         answers: dict[str, Any] = {}
         with contextlib.suppress(TimeoutError):
-            # Workers that do not respond in time are not refused: they may just be busy.
+            # Workers that do not respond in time are not refused, because they may just be busy.
             async with asyncio.timeout(ANSWER_S):
                 answers = await self._scheduler.broadcast(
                     msg=request_to_run, workers=workers, on_error="ignore"

@@ -33,7 +33,7 @@ class GuestSupervisor(WorkerPlugin):
     async def setup(self, worker: Any) -> None:
         """Start the supervisor, or log why it cannot start."""
         try:
-            # Do not import this at the top: this module is sent as code, see its docstring.
+            # Do not import this at the top, because this module is sent as code; see its docstring.
             from etrain_jupyter.pools.address.guest_worker import make_supervisor
 
             self._supervisor = make_supervisor(self._version)

@@ -175,8 +175,8 @@ def unfit_workers(
     """
     by_reason: dict[str, list[str]] = {}
     for worker, facts in found.items():
-        # One line per reason: on a cluster of many machines, usually all workers have the same
-        # reason.
+        # One line per reason, because on a cluster of many machines, usually all workers have the
+        # same reason.
         if reason := _reason(facts, here):
             by_reason.setdefault(reason, []).append(worker)
     if not by_reason:
@@ -194,7 +194,7 @@ def _reason(facts: Any, here: Mapping[str, str]) -> str:
     if not isinstance(facts, Mapping):
         return f"installed versions are unknown ({_short(facts)})"
     for name in REQUIRED:
-        # Python first: its version often explains the other differences.
+        # Python first, because its version often explains the other differences.
         there = facts.get(name, "")
         if not there:
             return f"{name} is missing"

@@ -220,7 +220,7 @@ class AddressPool:
             #   worker plugin       unregistered: supervisors and trainers end
             #   RemoveCoordinator   handlers and plugin leave the scheduler
             #
-            # The coordinator goes last: without it, the supervisors' last reports would be lost.
+            # The coordinator goes last; otherwise, the supervisors' last reports would be lost.
             stop = ShutDownCluster(drain_s=timeout_s, by=describe_caller())
             ask(self._address, stop, timeout_s=timeout_s + CONNECT_S)
             return self._with_client(self._uninstall)
@@ -267,7 +267,7 @@ class AddressPool:
     # --- requests through Dask's client ---
 
     def _with_client(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-        """Run ``work`` with a Dask client, in a thread: the kernel's thread already runs a loop."""
+        """Run ``work`` with a Dask client, in another thread, because the kernel's runs a loop."""
 
         async def run() -> T:
             import distributed
@@ -306,20 +306,20 @@ class AddressPool:
 
         address = self._address.address
         here = installed_here()
-        # Check everything before the first change: a scheduler with only one of the plugins would
-        # need cleaning up.
+        # Check everything before the first change, because a scheduler with only one of the plugins
+        # would need cleaning up.
         await self._check_scheduler(client, here)
         await self._check_workers(client, here)
         info = client.scheduler_info()
         coordinator = GuestCoordinator(cluster_id=str(info["id"]))
-        # Register the coordinator first: supervisors report to it as soon as they start.
+        # Register the coordinator first, because supervisors report to it as soon as they start.
         await client.register_plugin(coordinator)
-        # Pickle the plugin by value: if pickled by name, it would keep workers without
+        # Pickle the plugin by value. Pickled by name, it would keep workers without
         # etrain-jupyter from starting.
         with sent_as_code():
             await client.register_plugin(GuestSupervisor(__version__))
-        # From now on, use the scheduler's own id: a restarted scheduler at the same address is
-        # another cluster.
+        # From now on, use the scheduler's own id, because a restarted scheduler at the same address
+        # is another cluster.
         values = self._address.to_dict() | {"address": address, "cluster_id": str(info["id"])}
         return SchedulerAddress.from_dict(values)
 

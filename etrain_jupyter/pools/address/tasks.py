@@ -1,7 +1,7 @@
 """Run functions of this package as tasks of an existing Dask cluster.
 
-Dask runs a task again, on another worker, if its worker is lost. As in every Dask client, results
-are unpickled here: the cluster's owner is trusted, see ``docs/explanation/security.md``.
+If a worker is lost, Dask runs its tasks again on another worker. As in every Dask client, results
+are unpickled here, so the cluster's owner is trusted; see ``docs/explanation/security.md``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FitWorkers:
     """The workers of a cluster that have this notebook's versions."""
 
     num_threads: int
-    """Tasks that they run at the same time."""
+    """Number of tasks that they run at the same time."""
     addresses: list[str] | None
     """Their addresses; None if all workers can be used, including those that join later."""
     warning: str = ""
@@ -57,7 +57,7 @@ async def find_fit_workers(address: str, client: Any) -> FitWorkers:
 
 @contextlib.contextmanager
 def open_tasks(address: SchedulerAddress, fit: FitWorkers) -> Iterator[Workers]:
-    """Connect to a scheduler for the time of a context; its end cancels tasks that still run.
+    """Connect to a scheduler for the duration of a context, whose end cancels running tasks.
 
     Raises:
         PoolError: In the context, if the scheduler ends, or if a task ends its workers.
@@ -73,7 +73,7 @@ def open_tasks(address: SchedulerAddress, fit: FitWorkers) -> Iterator[Workers]:
         set_as_default=False,
         name="etrain",
     ) as client:
-        # Not pure: Dask would take the result of an equal call of an earlier write.
+        # If tasks were pure, Dask would reuse the result of an equal call in an earlier write.
         executor = client.get_executor(pure=False, workers=fit.addresses)
         try:
             yield Workers(executor=executor, num_workers=max(1, fit.num_threads))

@@ -80,7 +80,7 @@ def segments(
         documents: Texts, or lists of sentences.
         tokenizer: Tokenizer of the model.
         max_length: Maximum number of tokens of a sample, with the special tokens.
-        short_probability: Part of the segments that get a shorter random length, because models
+        short_probability: Fraction of the segments that get a shorter random length, because models
             are also used on short texts.
         seed: Seed of the random lengths.
 
@@ -101,7 +101,7 @@ def segments(
         generator = random.Random(f"{seed}/{number}")
         sentences = split_sentences(document) if isinstance(document, str) else list(document)
         if sentences:
-            # Not ``verbose``: long documents need not fit into the model.
+            # ``verbose`` would warn about long documents, which need not fit into the model.
             ids = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"]
             yield from _segments_of([s for s in ids if s], longest, short_probability, generator)
 
@@ -118,7 +118,7 @@ def write_corpus(
 ) -> Shards:
     """Write a corpus as shards, for ``data.train`` with ``Masking`` as ``data.collate``.
 
-    Neither masks nor the order of sentences are stored: ``Masking`` draws other ones in each epoch.
+    Neither masks nor the order of sentences are stored: ``Masking`` draws new ones in each epoch.
 
     Args:
         documents: Texts, or lists of sentences, such as ``read_documents`` yields.

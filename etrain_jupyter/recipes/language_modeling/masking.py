@@ -52,9 +52,9 @@ class Masking:
     Outside a job, samples are numbered by their position in the list, and seed and epoch are 0.
 
     Args:
-        tokenizer: Tokenizer of the model. Only its vocabulary travels to the workers.
+        tokenizer: Tokenizer of the model. Only its vocabulary is sent to the workers.
         max_length: Maximum number of tokens of a sample.
-        mask_probability: Part of the tokens to predict.
+        mask_probability: Fraction of the tokens to predict.
         max_predictions: Maximum number of tokens to predict in a sample; None for no limit.
             Google's scripts use 20 for 128 tokens.
         max_ngram: Maximum number of words in an n-gram; n has a weight of 1/n.
@@ -181,8 +181,8 @@ def mask_words(
 ) -> Masked:
     """Mask n-grams of whole words.
 
-    Words are visited in random order. At each, n is drawn from 1 to ``max_ngram`` with weights 1/n,
-    and reduced until the n-gram fits into the remaining budget. N-grams do not overlap. Of the
+    Words are visited in random order. At each word, n is drawn from 1 to ``max_ngram`` with weights
+    1/n, and reduced until the n-gram fits into the remaining budget. N-grams do not overlap. Of the
     chosen tokens, 80 % become the mask, 10 % are kept, and 10 % become a random token.
 
     Args:
@@ -223,7 +223,7 @@ def mask_words(
 
 
 def words_of(continues: NDArray[np.bool_], *, fixed: Sequence[int]) -> list[range]:
-    """Return the tokens of each word; ``fixed`` tokens are in no word, and end one."""
+    """Return the tokens of each word; a ``fixed`` token is in no word, and separates two words."""
     begins_word = ~continues
     begins_word[list(fixed)] = True
     begins_word[[place + 1 for place in fixed if place + 1 < len(continues)]] = True
@@ -232,7 +232,7 @@ def words_of(continues: NDArray[np.bool_], *, fixed: Sequence[int]) -> list[rang
 
 
 def continuations(pieces: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which pieces of a vocabulary continue the word of the piece before them.
+    """Return which pieces of a vocabulary continue the word of the preceding piece.
 
     WordPiece marks them with ``##``. SentencePiece marks the first piece of a word instead; there,
     as in ALBERT's script, only pieces of English letters and punctuation continue a word.

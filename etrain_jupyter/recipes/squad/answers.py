@@ -31,7 +31,7 @@ class Answer:
     score: float
     """Sum of the logits of its first and last token."""
     probability: float
-    """Among the possible answers that were compared."""
+    """Probability among the possible answers that were compared."""
 
 
 def predict(
@@ -81,8 +81,8 @@ def predict(
 def score(records: Sequence[Mapping[str, Any]], *, null_threshold: float = 0.0) -> dict[str, float]:
     """Compute the official scores from the records of all windows, for ``eval.score``.
 
-    A question's answer is the best one of all its windows, and its null score the lowest one. The
-    prediction is "no answer" if the null score exceeds the best answer's by more than
+    A question's answer is the best one from all its windows, and its null score is the lowest of
+    them. The prediction is "no answer" if the null score exceeds the best answer's by more than
     ``null_threshold``.
 
     Returns:

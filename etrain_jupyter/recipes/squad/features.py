@@ -8,8 +8,8 @@
                                              |<-128->|  doc_stride
     longest context     ------- window 0 --------|------- window 1 -----
 
-A token in two windows has more context on both sides in one of them. Only there may an answer
-start.
+A token in two windows has more context on both sides in one of them. An answer may start only
+there.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Features(Dataset[dict[str, Any]]):
     evaluation also have ``spans``, ``may_start``, ``cls_position`` and ``reference``, which
     ``predict`` reads.
 
-    The tokenizer is only used here: it does not travel to the workers.
+    The tokenizer is only used here; it is not sent to the workers.
 
     Args:
         questions: Questions, as ``read`` returns them.
@@ -121,7 +121,7 @@ class Features(Dataset[dict[str, Any]]):
         self._warn_about_lost_answers()
         if is_training:
             self._spans, self._may_start = self._spans[:0], self._may_start[:0]
-            # Only their number and ids are still needed.
+            # Only the number and the ids of the questions are still needed.
             self._questions = [
                 replace(question, text="", context="", golds=(), title="")
                 for question in self._questions
@@ -165,7 +165,7 @@ class Features(Dataset[dict[str, Any]]):
             "spans": self._padded(self._spans[part], -1),
             "may_start": self._padded(self._may_start[part], 0).bool(),
             "cls_position": torch.tensor(int(self._cls[index])),
-            # One text: default_collate cannot join lists of different lengths.
+            # Stored as one text, because default_collate cannot join lists of different lengths.
             "reference": json.dumps(
                 {
                     "id": question.id,
@@ -196,7 +196,7 @@ class Features(Dataset[dict[str, Any]]):
 
 
 def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join windows into a batch, without the padding that none of them needs.
+    """Join windows into a batch, without the padding that no window needs.
 
     Returns:
         The samples' keys; tensors by token have shape ``(B, L)`` or ``(B, L, 2)``.
@@ -220,7 +220,7 @@ def _cut(
     doc_stride: int,
     max_query_length: int,
 ) -> Iterator[_Window]:
-    """Yield the windows of some questions, of which the first one has the number ``first``."""
+    """Yield the windows of some questions; ``first`` is the number of the first question."""
     texts = [question.text.strip() for question in questions]
     encoding = tokenizer(
         _query_texts(tokenizer, texts, max_length, doc_stride, max_query_length),
@@ -296,7 +296,7 @@ class _Part(NamedTuple):
 
 
 def _answer_tokens(question: Question, part: _Part) -> tuple[int, int] | None:
-    """Return the first and the last token that overlap the answer; None if it is not all here."""
+    """Return the first and last token that overlap the answer; None if a part of it is missing."""
     if not question.golds:
         return None
     gold = question.golds[0]
@@ -322,8 +322,8 @@ def _answer_tokens(question: Question, part: _Part) -> tuple[int, int] | None:
 def _with_most_context(parts: Sequence[_Part]) -> list[NDArray[np.bool_]]:
     """Return, for each window, the context tokens that have more context here than elsewhere."""
     lengths = [len(part.offsets) for part in parts]
-    # All windows but the last are full, and each begins the same number of tokens after the one
-    # before it, at the token with the same characters.
+    # All windows but the last are full, and each begins the same number of tokens after the
+    # previous one, at the token with the same characters.
     begins = [0]
     for before, after in itertools.pairwise(parts):
         begins.append(begins[-1] + _shift(before.offsets, after.offsets))

@@ -75,7 +75,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Iterable[Any]) -> 
         raise _wrong_format(where, f"an item without {exc}") from exc
     if not rows:
         raise RecipeError(f"{where} contains no questions. Check that the file is complete.")
-    # A file with another version, such as a subset, shows its version by its questions.
+    # The version of any other file, such as a subset, follows from its questions.
     is_v2 = version.endswith("2.0") or any(row.may_be_unanswerable or not row.golds for row in rows)
     questions = [replace(row, may_be_unanswerable=is_v2) for row in rows]
     _check_ids(questions, where)
@@ -83,7 +83,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | Iterable[Any]) -> 
 
 
 def download(split: str = "train", *, version: str = "2.0") -> list[Question]:
-    """Read the official set from the Hugging Face hub, which the library ``datasets`` caches.
+    """Read the official set from the Hugging Face hub, which the ``datasets`` library caches.
 
     Args:
         split: ``"train"`` or ``"dev"``.
@@ -130,7 +130,7 @@ def _parse(path: Path) -> Any:
 
 
 def _rows_of(items: Sequence[Any]) -> Iterator[Question]:
-    """Yield the questions, each with what it shows itself about ``may_be_unanswerable``."""
+    """Yield the questions, each with ``may_be_unanswerable`` as far as its own row shows it."""
     for item in items:
         if isinstance(item, Question):
             yield item

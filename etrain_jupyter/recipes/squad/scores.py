@@ -1,7 +1,7 @@
 """The official SQuAD scores, equal to those of ``evaluate-v1.1.py`` and ``evaluate-v2.0.py``.
 
 torchmetrics computes only the scores of v1.1. The official scripts add numbers in the order of the
-questions, so this module does too: the last digits depend on the order.
+questions, so this module does too, because the last digits depend on the order.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def scores_of_v1(golds: Golds, predictions: Mapping[str, str]) -> dict[str, floa
     for id, texts in golds.items():
         if id in predictions:
             exact += max(_exact_of(text, predictions[id]) for text in texts)
-            # Without common words, the script of v1.1 returns 0, also for two texts without words.
+            # Without common words, the script of v1.1 returns 0, even for two texts without words.
             f1 += max(_f1_of(text, predictions[id], both_empty=0) for text in texts)
     total = len(golds)
     return {"exact_match": 100.0 * exact / total, "f1": 100.0 * f1 / total}
@@ -149,7 +149,7 @@ def _best_threshold(
     na_probs: Mapping[str, float],
     has_answer: Mapping[str, bool],
 ) -> tuple[float, float]:
-    # Begins with "no answer" for all questions, and then accepts one prediction after another, in
+    # Begin with "no answer" for all questions, and then accept one prediction after another, in
     # the order of the probabilities.
     current: float = sum(1 for id in has_answer if not has_answer[id])
     best, threshold = current, 0.0

@@ -167,7 +167,7 @@ class Batches(Generic[Batch]):
 
     @abstractmethod
     def _join(self, samples: Sequence[Sample]) -> Batch:
-        """Join finished samples, of which ``file`` is the name for messages."""
+        """Join finished samples; ``file`` of each one is its name for messages."""
 
 
 def name_of(index: int, file: str) -> str:

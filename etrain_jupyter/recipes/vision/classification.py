@@ -46,7 +46,7 @@ class Batches(batches.Batches[tuple[torch.Tensor, torch.Tensor]]):
         return label
 
     def _transform(self, transform: Transform, image: Any, target: Any) -> tuple[Any, Any]:
-        # Transforms of one argument, such as those of torchvision's pretrained weights, fit too.
+        # Transforms of one argument, such as those of torchvision's pretrained weights, also work.
         return transform(image), target
 
     def _join(self, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:

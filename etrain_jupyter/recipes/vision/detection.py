@@ -33,7 +33,7 @@ class Batches(batches.Batches[DetectionBatch]):
         train: Transform of ``torchvision.transforms.v2`` for the samples of ``data.train``.
         eval: Transform for the samples of ``data.eval``.
         channels: Number of channels of each image.
-        min_size: Boxes with a shorter side after the transform, in pixels, are removed.
+        min_size: Boxes with a side shorter than this after the transform, in pixels, are removed.
 
     Raises:
         RecipeError: If an argument is out of range.

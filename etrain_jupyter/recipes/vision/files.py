@@ -307,7 +307,7 @@ def _voc_row(root: Path, name: str, index: int, classes: list[str], *, repair: b
         raise RecipeError(
             f"{where} has the class {unknown[0]!r}, but classes are {', '.join(classes)}. Add it."
         )
-    # Not the whole name in the file: a copied annotation often keeps that of its original.
+    # Take only the suffix: a copied annotation often keeps the file name of its original.
     suffix = Path(content.findtext("filename") or "").suffix or ".jpg"
     file = str(root / "JPEGImages" / f"{name}{suffix}")
     boxes = [box for _, box in objects]

@@ -1,8 +1,8 @@
 """Import torchvision, or name the release to install.
 
 Other modules of this package import ``tv_tensors`` and ``v2`` from here. torchvision contains
-compiled operators for one release and one build of torch. With another one, its import fails with
-an error that names neither.
+compiled operators for one release and one build of torch. With any other torch, its import fails
+with an error that names neither library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def why_unusable(cause: BaseException) -> str:
     """
     major, minor, *_ = torch.__version__.split("+")[0].split(".")
     wanted = f"torchvision==0.{int(minor) + _MINOR_OFFSET}.*" if major == "2" else "torchvision"
-    # torchvision's build must be that for this build of torch.
+    # torchvision must be built for this build of torch.
     build = torch.__version__.partition("+")[2]
     index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
     command = f"pip install --force-reinstall --no-deps {wanted}{index}"

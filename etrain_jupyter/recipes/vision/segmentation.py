@@ -47,7 +47,7 @@ class Batches(batches.Batches[tuple[torch.Tensor, torch.Tensor]]):
             raise RecipeError(
                 f"the mask of {where} has the dtype {mask.dtype}. Return class ids as integers."
             )
-        mask = mask.long()  # torch cannot compare integers of 16 bits without sign
+        mask = mask.long()  # torch cannot compare unsigned 16-bit integers
         is_valid = ((mask >= 0) & (mask < self.num_classes)) | (mask == IGNORED)
         if not is_valid.all():
             raise RecipeError(
@@ -104,8 +104,8 @@ def predict(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tenso
     """Count the pixels of each class in a batch; an ``eval.predict``.
 
     Returns:
-        For each sample and class the numbers of pixels that are predicted and labeled, predicted,
-        and labeled as this class. Shape ``(B, num_classes, 3)``, int64.
+        For each sample and class, three numbers of pixels: both predicted and labeled as this
+        class, predicted as it, and labeled as it. Shape ``(B, num_classes, 3)``, int64.
     """
     images, masks = batch
     logits = logits_of(model(images))
@@ -116,7 +116,7 @@ def predict(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tenso
         torch.where(is_counted, found, num_classes),
         torch.where(is_counted, masks, num_classes),
     )
-    # The last bin counts the pixels that belong in none.
+    # The last bin counts the pixels that belong to no other bin.
     counts = [
         torch.stack([torch.bincount(row, minlength=num_classes + 1) for row in column.flatten(1)])
         for column in columns

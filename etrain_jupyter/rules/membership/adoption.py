@@ -61,7 +61,7 @@ def take_found(turn: Turn, stimulus: s.TrainersFound) -> None:
     if is_short:
         begin_collecting(turn, "lost" if stimulus.lost else "restart")
     elif not stimulus.is_ready:
-        # Ranks connect through a store that the dead scheduler relayed: entries may be lost.
+        # Ranks connect through a store that the dead scheduler relayed, so entries may be lost.
         begin_collecting(turn, "restart")
 
 

@@ -11,7 +11,7 @@ MAX_MESSAGE_CHARS = 300
 
 _UNKNOWN_REMEDY = "set NCCL_DEBUG=INFO in the workers' environment, and read NCCL's log there"
 
-# Specific causes first: many messages also contain a general word like "socket".
+# Specific causes first, because many messages also contain a general word like "socket".
 _REMEDIES = (
     (
         ("/dev/shm", "shared memory", "no space left on device"),  # Docker's default is 64 MB

@@ -25,7 +25,7 @@ class AnnounceChange:
 
 @dataclass(frozen=True, kw_only=True)
 class AbortGeneration:
-    """Abort the ranks' collectives: a rank is gone, and the current step cannot complete."""
+    """Abort the ranks' collectives, because a rank is gone and the step cannot complete."""
 
     generation: int
     trainers: tuple[str, ...]
@@ -38,7 +38,7 @@ class FormGeneration:
     generation: int
     trainers: tuple[str, ...]
     behind: tuple[int, ...]
-    """Ranks whose state is older than rank 0's: they receive rank 0's before the first step."""
+    """Ranks with an older state than rank 0's; they receive rank 0's before the first step."""
     step: int
     """The last step committed by rank 0."""
     restore: bool

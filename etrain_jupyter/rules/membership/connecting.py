@@ -36,7 +36,7 @@ def count_failed_form(turn: Turn) -> None:
     if current.has_lost or len(state.in_phase("reported")) < current.world_size:
         turn.update_faults(replace(faults, failed_forms=faults.failed_forms.after_loss()))
         return
-    # The scheduler had died, or a rank has an excuse (out of memory, an injected fault): the
+    # The scheduler had died, or a rank has an excuse (out of memory, an injected fault), so the
     # connections are not the cause.
     if "restart" in state.next_whys or any(found.is_excused for found in current.breaks):
         return
@@ -63,7 +63,7 @@ def backend_for(turn: Turn, members: Sequence[Member]) -> str:
     state = turn.state
     if state.backend == GLOO or choose_backend([(m.device, m.gpu) for m in members]) == GLOO:
         return GLOO
-    # ``backend: nccl`` never falls back: the user prefers an error to slow steps.
+    # ``backend: nccl`` never falls back, because the user prefers an error to slow steps.
     is_avoided = state.faults.failed_forms.avoids_nccl([m.worker for m in members])
     return GLOO if state.backend == AUTO and is_avoided else NCCL
 

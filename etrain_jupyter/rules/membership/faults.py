@@ -3,8 +3,8 @@
 A job survives any number of machine faults. Each consecutive fault doubles the wait, so that a
 broken machine that keeps coming back does not disturb the other machines each time.
 
-A generation that breaks because a worker was lost does not count as a failure. Otherwise, the
-connections between the ranks are the cause: retry, at most twice with NCCL, and fail the job when
+A generation that breaks because a worker was lost does not count as a failure. Otherwise, the cause
+is the connections between the ranks. The job then retries, at most twice with NCCL, and fails when
 another attempt is useless.
 
 ========================  =====================  =======================================

@@ -30,14 +30,14 @@ MAX_FAULTS = 3
 fails: the notebook's code is then at fault, not a machine."""
 
 ADMISSION_GRACE_S = 1.0
-"""Seconds without another newcomer after which those that are warm are admitted, before the first
-generation and while the duration of a change is unknown."""
+"""Warm newcomers are admitted once no other one has become warm for this many seconds. Applies
+before the first generation, and while the duration of a change is unknown."""
 
 MAX_ADMISSION_WAIT_S = 5.0
-"""Seconds after which they stop waiting even if others keep becoming warm."""
+"""Warm newcomers are admitted after this many seconds even if others keep becoming warm."""
 
 MAX_WINDOW_S = 30.0
-"""Limit for the wait once the duration of a change is known."""
+"""Maximum wait in seconds once the duration of a change is known."""
 
 
 def advance(turn: Turn) -> None:
@@ -114,7 +114,7 @@ def _announce_if_due(turn: Turn) -> None:
         leaves = [m for m in leaves if not _has_time(m, turn.now)]
     else:
         leaves = _going(turn, leaves, num_others=len(stays) + len(newcomers))
-    # Newcomers that are waiting for others count too: they will join soon.
+    # Newcomers that are waiting for others count too, because they will join soon.
     is_short = len(ranked) + len(_newcomers(turn.state)) < state.min_workers
     if not (newcomers or leaves or is_short or state.pause or state.ending):
         return
@@ -132,9 +132,8 @@ def _announce_if_due(turn: Turn) -> None:
 
 
 def _is_settled(state: JobState) -> bool:
-    # True for nearly every stimulus of a running generation. Decided by counts, because collecting
-    # the members for each report of each rank would take time proportional to the square of their
-    # number.
+    # True for nearly every stimulus of a running generation. The decision uses counts, because
+    # collecting the members at every rank's report would take quadratic time.
     members = state.members
     num_ranks, num_warm = members.num_in("ranked"), members.num_in("warm")
     is_changing = bool(num_warm or members.num_leaving or state.pause or state.ending)
@@ -142,7 +141,8 @@ def _is_settled(state: JobState) -> bool:
 
 
 def _back_up(turn: Turn, ranked: Sequence[Member]) -> None:
-    # Once per generation, while training continues: the interruption may come before ``save_at``.
+    # Once per generation, while training continues, as the interruption may come before
+    # ``save_at``.
     current = turn.state.current
     is_noticed = any(m.save_at < math.inf for m in ranked)  # False if the job is only scaled down
     if is_noticed and not current.has_backup:
@@ -207,15 +207,15 @@ def _settle(turn: Turn) -> None:
     elif turn.now < state.faults.form_at:
         turn.enter_phase("gathering")
         turn.set_status("waiting", why_retrying(state))
-    # After a change or an abort the ranks are idle: form the next generation immediately.
-    # Other idle ranks need not wait for newcomers; the first generation waits briefly.
+    # After a change or an abort the ranks are idle, so form the next generation immediately. Other
+    # idle ranks need not wait for newcomers; the first generation waits briefly.
     elif state.phase != "gathering" or state.in_phase("reported") or _admissible(turn):
         form_generation(turn, members)
 
 
 def _settle_nan_loss(turn: Turn) -> None:
-    # Fail or pause the job, even if the generation has since been aborted: the step would have the
-    # same loss again.
+    # Fail or pause the job, even if the generation has since been aborted, because the step would
+    # have the same loss again.
     state, current = turn.state, turn.state.current
     found = current.nan_loss
     if found is None:
@@ -283,7 +283,7 @@ def _why_too_few(state: JobState, num_here: int) -> str:
     if len(starting) > MAX_NAMED:  # otherwise, N changes of N names would be logged
         known.append("others are warming up")
     known += [f"{w} was lost: {cause}" for w, cause in state.faults.lost if not state.of_worker(w)]
-    # The workers that held the state are gone: say that a checkpoint still contains it.
+    # If the workers that held the state are gone, report that a checkpoint still contains it.
     has_no_holder = all(m.progress == s.NO_PROGRESS for m in state.in_phase("reported"))
     if state.step > 0 and has_no_holder and state.saved_step >= state.step:
         known.append(f"the state is in the checkpoint of step {state.saved_step}")
@@ -297,7 +297,7 @@ def _release_leavers(turn: Turn) -> list[Member]:
     newest = newest_holders(turn.state)
     if any(not m.leaving for m in newest):
         # A member that stays holds the newest state, so all leaving members can go. But if too few
-        # ranks would remain to train, those that still have time until their deadline stay.
+        # ranks would remain to train, the ones that still have time until their deadline stay.
         leavers, num_newcomers = [m for m in holders if m.leaving], len(_newcomers(turn.state))
         num_others = len(holders) - len(leavers) + num_newcomers
         going = _going(turn, leavers, num_others=num_others)
@@ -313,8 +313,8 @@ def _release_leavers(turn: Turn) -> list[Member]:
         # then leave.
         return holders
     if turn.state.is_sharded:
-        # Each shard is on two ranks. Both of them leave one after the other, so that the state is
-        # divided among the others in between.
+        # Each shard is on two ranks. If both leave, they leave one after the other, so that the
+        # state is divided among the other ranks in between.
         present = [m.trainer for m in holders]
         chosen = choose_leavers(turn.state.ring, present, [m.trainer for m in going])
         going = [m for m in going if m.trainer in chosen]
@@ -376,11 +376,11 @@ def is_admission_due(
 
 
 def admission_window_s(*, change_s: float, num_training: int, num_waiting: int) -> float:
-    """Return the time for which the first newcomer waits for those that still warm up.
+    """Return for how long the first newcomer waits for others that are still warming up.
 
-    While newcomers wait, their own time is lost. A change of its own for each of them would stop
-    all ranks. They wait until both cost the same, so that the cost is at most twice that of knowing
-    when the others will be warm.
+    Waiting costs the newcomers' time, and a separate change for each newcomer would stop all ranks.
+    They wait until both costs are equal. The cost is then at most twice what it would be if it were
+    known when the others will be warm.
 
     Args:
         change_s: Duration of a recent change, in seconds.

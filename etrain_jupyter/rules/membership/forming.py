@@ -19,7 +19,7 @@ def form_generation(turn: Turn, members: Sequence[Member], *, saves: bool = Fals
     Args:
         turn: The job, no member of which is stepping.
         members: Members that are warm or have reported.
-        saves: The ranks only save the state, of which each has a part, and leave.
+        saves: True if the ranks only save the state, of which each has a part, and then leave.
     """
     # Newest state first, so that rank 0 holds it; among equals, the oldest trainer first:
     #

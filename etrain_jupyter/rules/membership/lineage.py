@@ -1,4 +1,4 @@
-"""Decide which checkpoints belong to the job: an evicted rank may still write some.
+"""Decide which checkpoints belong to the job; an evicted rank may still write some.
 
 A rank that stops sending heartbeats is evicted, and the others continue from their current step. If
 it still runs behind a network partition, it keeps training and saves states that the job never
@@ -33,5 +33,5 @@ def is_of_job(*, generation: int, step: int, starts: Sequence[int]) -> bool:
     True
     """
     # ``starts[generation]`` belongs to the next generation, because generations count from 1. Check
-    # all later generations: the third may begin at an earlier step than the second.
+    # all later generations, because the third may begin at an earlier step than the second.
     return all(step <= start for start in starts[generation:])

@@ -24,7 +24,8 @@ def take_trainer_lost(turn: Turn, stimulus: s.TrainerLost) -> None:
     member = turn.state.members.get(stimulus.trainer)
     if member is None:
         return
-    # Count the fault first: the rule depends on the member's phase, and on the other members.
+    # Count the fault first, because the rule depends on the member's phase, and on the other
+    # members.
     if not stimulus.injected:
         _count_fault(turn, member, stimulus)
     _lose(turn, member, stimulus.cause, stimulus.detected_s)

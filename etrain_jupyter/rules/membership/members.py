@@ -1,7 +1,7 @@
 """The trainers of a job, as an immutable mapping that also counts them.
 
-The state machine runs after each report of each of the N ranks. So whatever it checks each time is
-counted here instead of being collected from the N members.
+The state machine runs after every report from each of the N ranks. Whatever it checks each time is
+therefore counted here instead of being collected from the N members.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Member:
     """Deadline for its last step, so that its state is durable before its machine is interrupted.
     Infinite if no interruption is planned, or its time is unknown."""
     leave_at: float = 0.0
-    """Until then, a member that leaves trains on if the job has room for it; 0.0 if it leaves at
-    the next step boundary in any case."""
+    """A leaving member continues training until this time if the job has room for it; 0.0 if it
+    leaves at the next step boundary in any case."""
     formed: bool = False
     """True if it has reported that it is stepping in the current generation."""
     steps_since: float = 0.0
@@ -126,7 +126,7 @@ class Members(Mapping[str, Member]):
     # --- changes ---
 
     def with_member(self, member: Member) -> Members:
-        """Return a copy with ``member`` added, or replaced if it has one of that name."""
+        """Return a copy with ``member``, which replaces any member of the same name."""
         changed = self._copy()
         old = self._all.get(member.trainer)
         changed._all[member.trainer] = member
@@ -183,9 +183,10 @@ def _marks_of(member: Member | None) -> tuple[str, ...]:
 
 
 if TYPE_CHECKING:
-    # The other one skips the initializer, and takes a third of the time. While a generation forms,
-    # the state of a job with 1,000 ranks is replaced ten times per rank, which took half of the
-    # time of the scheduler's decisions. mypy checks names and types only for the original.
+    # The version below skips the initializer, and takes a third of the time. While a generation
+    # forms, the state of a job with 1,000 ranks is replaced ten times per rank. With the original,
+    # that took half the time of the scheduler's decisions. mypy checks names and types only for the
+    # original.
     from dataclasses import replace as replace
 else:
 
@@ -193,7 +194,7 @@ else:
         """Return a copy of a dataclass with some fields changed.
 
         Args:
-            instance: Of a class that neither has slots nor ``__post_init__``.
+            instance: An instance of a class without slots and ``__post_init__``.
             **changes: New values of fields.
 
         Raises:

@@ -85,7 +85,7 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationState:
-    """The newest generation: running, or the one that ran last."""
+    """The newest generation, which is running or was the last to run."""
 
     number: int = 0
     """Counted from 1; 0 before the first generation."""
@@ -100,7 +100,7 @@ class GenerationState:
     why_restored: str = ""
     """Why it started from a checkpoint although trainers of the previous generation remain."""
     is_saving: bool = False
-    """True if its ranks only save the state, see ``JobState.is_sharded``."""
+    """True if its ranks only save the state; see ``JobState.is_sharded``."""
     trainers: tuple[str, ...] = ()
     """Its trainers in rank order."""
     ready_at: float | None = None
@@ -112,7 +112,7 @@ class GenerationState:
     breaks: tuple[Break, ...] = ()
     """Reports from its ranks that it broke."""
     undone: tuple[tuple[int, str], ...] = ()
-    """Pairs of a step that a survivor began and undid, and its worker; kept until logged."""
+    """Pairs of an undone step and the worker of a survivor that had begun it; kept until logged."""
     nan_loss: NanLoss | None = None
     """The step that it ended with, if the loss of that step was not finite."""
 
@@ -142,7 +142,7 @@ class Faults:
     at_step: tuple[int, tuple[int, ...]] = (-1, ())
     """A step, and the generations that broke in it: a trainer exited, or the cause is unknown."""
     last: UserError | None = None
-    """The newest of the faults above; it fails the job when a budget is used up."""
+    """The newest of the faults above; the job fails with it when a budget is used up."""
 
     def with_lost(self, worker: str, cause: str) -> Faults:
         """Return a copy that lists ``worker`` as the newest lost one."""
@@ -158,7 +158,7 @@ class Faults:
             since: When it was started.
             now: When it exited.
         """
-        # One incident may kill all that warm up, for example if memory runs out:
+        # One incident may kill all trainers that are warming up, for example if memory runs out:
         #
         #     w1  started ──── exits       started ──── exits
         #     w2  started ────── exits           started ──── exits
@@ -289,7 +289,7 @@ class JobState:
     timings: Timings = Timings()
 
     def with_member(self, member: Member) -> JobState:
-        """Return a copy with ``member`` added, or replaced if it has one of that name."""
+        """Return a copy with ``member``, which replaces any member of the same name."""
         return replace(self, members=self.members.with_member(member))
 
     def without_member(self, trainer: str) -> JobState:

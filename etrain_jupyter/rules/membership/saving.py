@@ -43,7 +43,7 @@ def saver_of(state: JobState) -> Member | None:
 
 
 def save_newest(turn: Turn) -> None:
-    """Instruct a holder of the newest state to save it, unless one does or a retry must wait."""
+    """Instruct a holder of the newest state to save it, unless one is saving or has to wait."""
     # One round over three holders of the newest state, and the next one:
     #
     #   w1 fails -> w2 fails -> w3 fails | wait 5 s | w1 ... succeeds: ``Saving()``
@@ -90,7 +90,7 @@ def _delay_next_round(turn: Turn) -> None:
 
 
 def take_saved(turn: Turn, saved: s.CheckpointSaved) -> None:
-    """Record a checkpoint that is durable, or that could not be written."""
+    """Record that a checkpoint is durable, or that it could not be written."""
     if saved.ok:
         known = {*turn.state.saved_steps, saved.step}
         turn.saved(sorted(known)[-KEEP_SAVED:])
@@ -131,8 +131,8 @@ def close_job(turn: Turn) -> None:
     state = turn.state
     has_finished = isinstance(state.ending, Finishing)
     if has_finished and max(newest_step(state), state.saved_step) < state.step:
-        # All holders of the last steps died. Because this job was about to end, its workers may
-        # now belong to other jobs: have workers assigned again.
+        # All holders of the last steps died. Because this job was about to end, its workers may now
+        # belong to other jobs, so have workers assigned again.
         turn.train_on()
         turn.enter_phase("gathering")
     elif is_newest_durable(state):

@@ -45,7 +45,7 @@ def choose_beat_s(num_workers: int, *, current_s: float, limit_s: float) -> floa
 class HeartbeatMonitor:
     """Record when each supervisor sent its last message. Callers pass the time.
 
-    Only time during which the coordinator was running counts: a suspension of the head does not
+    Only time during which the coordinator was running counts, so a suspension of the head does not
     make a supervisor count as silent.
     """
 
@@ -74,7 +74,8 @@ class HeartbeatMonitor:
         if 0 <= passed_s < LATE_S:
             return 0.0
         asleep_s = passed_s - self.tick_s
-        # Do not count the suspended time: messages sent then may still be waiting in the sockets.
+        # Do not count the suspended time, as messages sent then may still be waiting in the
+        # sockets.
         for name in self.last_seen:
             self.last_seen[name] += asleep_s
         return asleep_s

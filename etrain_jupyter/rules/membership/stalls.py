@@ -1,11 +1,11 @@
 """Find the straggler from the ranks' progress counters, which their supervisors report.
 
-All ranks start the same collectives in the same order. If no rank makes progress, the other ranks
-are therefore waiting for the rank that has started the fewest collectives. A process that is
-stopped, or in which one thread holds the GIL, may have started as many as the others, but it is
-recognized by the age of its pulse. Only the straggler is killed. Without a clear straggler, the
-connections may be the cause, so the generation is aborted and the next one forms. If a rank does
-hang, it then fails to report.
+All ranks start the same collectives in the same order. If no rank makes progress, the ranks are
+therefore waiting for the one that has started the fewest collectives. A process that is stopped, or
+in which one thread holds the GIL, may have started as many as the others, but it is recognized by
+the age of its pulse. Only the straggler is killed. Without a clear straggler, the connections may
+be the cause, so the generation is aborted and the next one forms. If a rank does hang, it then
+fails to report.
 
 ========================================  ========================================================
 no progress for ``patience_s`` and ...    action
@@ -38,16 +38,16 @@ A warm-up includes a forward and backward pass.
 
 RESTORE_PATIENCE = 10
 WARM_UP_PATIENCE = 4
-"""Factors applied to the time allowed without progress: reading a checkpoint or building the model
-may take long, without any report of progress."""
+"""Factors applied to the time allowed without progress, because reading a checkpoint or building
+the model may take long without reporting progress."""
 
 FROZEN_S = 3.0
-"""A running process pulses four times a second; without a pulse for this many seconds it is
-frozen."""
+"""A running process pulses four times a second. It is frozen after this many seconds without
+one."""
 
 MAX_REPORT_AGE_S = 8.0
 """If a trainer's last report is older than this many seconds, its state is unknown. Twice the
-longest heartbeat interval, see ``silence``."""
+longest heartbeat interval; see ``silence``."""
 
 KILL_PATIENCE_S = 10.0
 """A trainer that still exists this many seconds after the kill (stuck in the kernel) is declared
@@ -108,7 +108,7 @@ def excuse_sleep(turn: Turn, asleep_s: float) -> None:
 def _check_generation(turn: Turn) -> None:
     state = turn.state
     ranked = state.in_phase("ranked")
-    # A report counts as progress of the generation: there is one rank fewer to wait for.
+    # A report counts as progress of the generation, because there is one rank fewer to wait for.
     since = max([state.since, *(m.since for m in state.in_phase("reported"))])
     quiet_s = turn.now - _moved_at(since, ranked)
     # If a rank's reports stop, its supervisor is the problem: ``silence`` evicts that worker.
@@ -133,7 +133,7 @@ def _check_generation(turn: Turn) -> None:
 
 def patience_s(state: JobState) -> float:
     """Return the maximum number of seconds that a generation may go without progress."""
-    # Before the first step the duration of a step is unknown (0.0): a warm-up includes one.
+    # Before the first step, the duration of a step is unknown (0.0), but a warm-up includes one.
     slow_s = STEPS_PER_LIMIT * state.timings.step_s or WARM_UPS_PER_LIMIT * state.timings.warm_s
     limit_s = max(state.hang_s, slow_s)
     # The ranks wait for the store.
@@ -158,7 +158,8 @@ def find_suspects(state: JobState, *, now: float, quiet_s: float) -> list[Member
         quiet_s: Seconds for which no rank has made progress.
     """
     ranked = state.in_phase("ranked")
-    # Check for frozen ranks first: they may have started as many collectives as the waiting ranks.
+    # Check for frozen ranks first, as they may have started as many collectives as the waiting
+    # ranks.
     frozen = [m for m in ranked if _is_frozen(m, now, quiet_s, state.hang_s)]
     if frozen:
         return frozen
@@ -226,7 +227,7 @@ def _check_reports(turn: Turn) -> None:
 
 
 def _check_saver(turn: Turn) -> None:
-    # A slow store is not a hang: allow a writer that is alive more time.
+    # A slow store is not a hang, so allow a writer that is alive more time.
     state = turn.state
     saver = saver_of(state)
     _check_frozen(turn, [saver] if saver else [], state.hang_s)
@@ -238,7 +239,7 @@ def _check_saver(turn: Turn) -> None:
 
 
 def _check_newcomers(turn: Turn) -> None:
-    # No rank waits for newcomers: slow ones are only logged, frozen ones are killed.
+    # No rank waits for newcomers, so slow ones are only logged. Frozen ones are killed.
     state = turn.state
     patience = WARM_UP_PATIENCE * state.hang_s  # one long call may build the model or the data
     _check_frozen(turn, state.in_phase("starting"), patience)
@@ -276,7 +277,7 @@ def _kill(turn: Turn, member: Member, why: str) -> None:
 
 
 def _warn(turn: Turn, member: Member, what: str) -> None:
-    # Warn once until it makes progress again: the stacks are long.
+    # Warn only once until it makes progress again, because the stacks are long.
     if member.is_warned_of or member.signs is None or member.killed_at:
         return
     turn.put(replace(member, is_warned_of=True))
@@ -301,7 +302,7 @@ def _describe_freeze(member: Member) -> str:
     process = member.signs.seen.process if member.signs else ""
     if process == "stopped":
         return "stopped (SIGSTOP)"
-    # The process may run, but its pulse thread does not: another thread does not release the GIL.
+    # The process may be running, but not its pulse thread, because another thread holds the GIL.
     if process in ("", "running", "sleeping"):
         return "held the GIL"
     return f"frozen ({process})"

@@ -42,15 +42,15 @@ from etrain_jupyter.rules.membership.turn import (
 )
 
 LAST_SAVE_S = 30.0
-"""Seconds before the interruption at which the last holder of the state stops stepping and saves
-it. At most half of the notice period, unless checkpoints are known to take longer."""
+"""The last holder of the state stops training and saves it this many seconds before the
+interruption. At most half of the notice period, unless checkpoints are known to take longer."""
 
 SAVES_PER_LEAD = 1.5
 """Time reserved for the last checkpoint, as a multiple of the duration of recent checkpoints."""
 
 LAST_STEP_S = 10.0
-"""Time before the interruption at which a worker leaves at the latest, in seconds. At most a
-quarter of the notice period, unless its last step may take longer."""
+"""A worker leaves at the latest this many seconds before the interruption. At most a quarter of the
+notice period, unless its last step may take longer."""
 
 STEPS_PER_LEAD = 2.0
 """Time reserved for the last step, as a multiple of the duration of recent steps: one in progress,
@@ -130,8 +130,8 @@ def _waits_for_tick(state: JobState, stimulus: s.Stimulus) -> bool:
 
 def _take_assigned(turn: Turn, stimulus: s.WorkersAssigned) -> None:
     turn.assign(stimulus.workers)
-    # A job that is about to end starts no trainers, and keeps those that hold its newest state: the
-    # last checkpoint needs one of them.
+    # A job that is about to end starts no trainers, and keeps those that hold its newest state,
+    # because one of them must save the last checkpoint.
     if turn.state.phase == "closing" or turn.state.ending:
         return
     for member in list(turn.state.members.values()):
@@ -150,8 +150,8 @@ def _take_noticed(turn: Turn, stimulus: s.WorkerNoticed) -> None:
     #   |------------------- left_s -------------------------|
     #
     # The last holder of the state trains until ``save_at``. Every other member leaves at the next
-    # step boundary, or, if its replacement runs elsewhere, when that is admitted, and at
-    # ``leave_at`` at the latest.
+    # step boundary. If its replacement runs elsewhere, the member leaves when the replacement is
+    # admitted, and at ``leave_at`` at the latest.
     turn.unassign(stimulus.worker)  # otherwise, the next trainer would start there
     member = turn.state.of_worker(stimulus.worker)
     if member is not None:
@@ -176,11 +176,11 @@ def _take_warm(turn: Turn, stimulus: s.TrainerWarm) -> None:
     turn.put(
         replace(member, phase="warm", since=turn.now, device=stimulus.device, gpu=stimulus.gpu)
     )
-    # One warm trainer proves that the notebook's code can warm up: reset the count.
+    # One warm trainer proves that the notebook's code can warm up, so reset the count.
     turn.update_faults(replace(turn.state.faults, num_warm_ups=0))
     timings = turn.state.timings
     turn.update_timings(replace(timings, warm_s=max(timings.warm_s, stimulus.warm_s)))
-    # This could not be checked earlier: a trainer reports its device and GPU when it is warm.
+    # This could not be checked earlier, as a trainer reports its device and GPU once it is warm.
     why = why_not_with_nccl(turn.state)
     if why:
         seen = s.UserErrorSeen(
@@ -225,7 +225,7 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
     if member is None or member.phase != "ranked" or stimulus.generation != turn.state.generation:
         return
     turn.put(replace(member, phase="reported", since=turn.now, progress=stimulus.progress))
-    # Its step records may still be in transit: only rank 0 sends them.
+    # Its step records may still be in transit, because only rank 0 sends them.
     turn.committed(stimulus.progress[0])
     current = turn.state.current
     if stimulus.undone:
@@ -253,8 +253,8 @@ def _take_reported(turn: Turn, stimulus: s.TrainerReported) -> None:
 
 
 def _expect_reports(turn: Turn) -> None:
-    # No command is needed: all ranks make the same decision (because of a change, the last step, or
-    # a non-finite loss), and leave after the same step.
+    # No command is needed, because all ranks make the same decision (due to a change, the last
+    # step, or a non-finite loss), and leave after the same step.
     if turn.state.phase == "running":
         turn.enter_phase("changing")
 
@@ -305,7 +305,7 @@ def _take_user_error(turn: Turn, stimulus: s.UserErrorSeen) -> None:
 
 
 def _is_dispensable(state: JobState, member: Member) -> bool:
-    # If other members hold a state produced by the same code, the code works: the cause is the
+    # If other members hold a state produced by the same code, the code works. The cause is then the
     # newcomer's worker, and the job can train without it.
     is_newcomer = member.phase in ("starting", "warm")
     return is_newcomer and state.has_trained and bool(state.members.num_in("ranked", "reported"))
@@ -352,7 +352,7 @@ def _take_tick(turn: Turn, stimulus: s.Tick) -> None:
 
 
 def last_step_lead_s(left_s: float, *, step_s: float = 0.0) -> float:
-    """Return the time before the interruption at which a worker leaves without a replacement.
+    """Return how many seconds before the interruption a worker leaves without a replacement.
 
     Args:
         left_s: Notice period, in seconds.

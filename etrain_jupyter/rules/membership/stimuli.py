@@ -141,7 +141,7 @@ class ProgressSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class UserErrorSeen:
-    """The notebook's code raised in a trainer, whose state is that of the last good step."""
+    """The notebook's code raised an exception; the trainer has the state of the last good step."""
 
     trainer: str
     generation: int

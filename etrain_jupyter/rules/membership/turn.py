@@ -130,7 +130,7 @@ class Turn:
     def begin_generation(self, current: GenerationState) -> None:
         """Make this the newest generation, which starts from its first step.
 
-        Checkpoints after that step are dropped: they are not part of the job's history, see
+        Checkpoints after that step are dropped, because they are not part of the job's history; see
         ``lineage``.
         """
         step = current.first_step
@@ -160,7 +160,7 @@ class Turn:
 
     def ready(self) -> None:
         """Record that all ranks of the newest generation have formed."""
-        # From now on, an error on a newcomer is attributed to the newcomer's worker: see
+        # From now on, an error on a newcomer is attributed to the newcomer's worker; see
         # ``state_machine._is_dispensable``.
         current = replace(self.state.current, ready_at=self.now)
         self.state = replace(self.state, current=current, has_trained=True, ring=current.trainers)
@@ -267,7 +267,7 @@ def end_job(turn: Turn, *, unsaved: str = "") -> None:
 
     Args:
         turn: The job, which has a planned end.
-        unsaved: Why its last checkpoint is missing; without it, the job does not count as finished.
+        unsaved: Why its last checkpoint is missing; the job then does not count as finished.
     """
     for member in list(turn.state.members.values()):
         turn.do(ReleaseTrainer(trainer=member.trainer))

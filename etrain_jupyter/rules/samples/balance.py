@@ -6,15 +6,15 @@ same numbers and compute the same shares, without asking the coordinator::
     rank 0   2 ms per sample ─┐                   ┌─ 171, 85 from the next step on
     rank 1   4 ms per sample ─┴─ sum of headers ──┴─ 171, 85 from the next step on
 
-A rank's time per sample depends on its share, because a part of a step takes the same time for any
-share. The shares are therefore computed again from the new times, and approach those with which
-all ranks take equally long.
+A rank's time per sample depends on its share, because part of a step takes the same time regardless
+of the share. The shares are therefore computed again from the new times, and approach those with
+which all ranks take equally long.
 
-A lasting change of a rank's speed is followed within about ten steps, and noise does not move the
-shares. Two rules together achieve this:
+The shares follow a lasting change of a rank's speed within about ten steps, and noise does not
+change them. Two rules together achieve this:
 
-- Each rank takes the median of all its steps since its speed last changed, see ``ChangeDetector``.
-  The median becomes more accurate with each step, and begins again after a change.
+- Each rank takes the median of all its steps since its speed last changed; see ``ChangeDetector``.
+  The median becomes more accurate with each step, and starts over after a change.
 - The shares change only if the gain is larger than the accuracy of the medians can explain.
 """
 
@@ -28,38 +28,39 @@ from statistics import median
 from etrain_jupyter.rules.samples.batch_plan import share_by_speed, share_samples
 
 MIN_GAIN = 0.05
-"""Smallest relative reduction of the slowest rank's time for which the shares change. Each change
-costs the samples that were fetched ahead."""
+"""The shares change only if the slowest rank's time falls by at least this fraction, because each
+change discards the samples that were fetched ahead."""
 MIN_STEPS, MAX_STEPS = 8, 200
-"""Steps between two changes of the shares."""
+"""Bounds for the number of steps between two changes of the shares."""
 MIN_S = 1.0
-"""Duration of the steps between two changes, in seconds, unless they are ``MAX_STEPS``."""
+"""Minimum duration of the steps between two changes, in seconds, unless there are ``MAX_STEPS``."""
 MIN_MEASURED = 4
-"""Steps that a median needs."""
+"""Minimum number of steps in a median."""
 MIN_MEASURED_S = 0.1
-"""Duration of the steps that a median needs, in seconds. A shorter hiccup does not count."""
+"""Minimum duration of the steps in a median, in seconds. A shorter hiccup does not count."""
 NUM_MEASURED = 128
 """Maximum number of steps in a median."""
 NUM_DIFFERENCES = 64
 """Maximum number of steps from which the noise is estimated."""
 NUM_SETTLING = 2
-"""Steps after a change that are not measured: their samples are not fetched ahead."""
+"""Steps after a change that are not measured, because their samples are not fetched ahead."""
 PRIOR_NOISE, PRIOR_STEPS = 0.1, 4
 """Relative noise that is assumed before it is measured, and its weight as a number of steps."""
 NUM_ERRORS = 3.0
 """Standard errors by which a gain must differ from zero, for one rank; see ``Balance._bar``."""
 _NORMAL = 1 / (0.6745 * math.sqrt(2))
-"""Standard deviation of normal values, by the median of the absolute differences of neighbors."""
+"""Ratio of the standard deviation of normal values to the median of the absolute differences
+between neighboring values."""
 _MEDIAN = math.sqrt(math.pi / 2)
-"""Standard error of the median of normal values, relative to that of their mean."""
+"""Ratio of the standard error of the median of normal values to that of their mean."""
 CHANGE_ALLOWANCE = 1.0
-"""Deviation that is not added up, in standard deviations. A change by twice this is detected
-fastest."""
+"""Allowance subtracted from each deviation, in standard deviations. A change of twice this size is
+detected fastest."""
 CHANGE_LIMIT = 6.0
 """Sum at which a change is detected, in standard deviations. With normal noise and a known level,
 noise alone reaches it about once in 400,000 values (D. Siegmund's approximation, 1985)."""
 MAX_DEVIATION = 3.0
-"""Largest deviation of one value, in standard deviations. One slow step does not suffice."""
+"""Each value counts as at most this many standard deviations. One slow step does not suffice."""
 
 
 class ChangeDetector:
@@ -88,7 +89,7 @@ class ChangeDetector:
 
     @property
     def num_suspect(self) -> int:
-        """Number of the last values that may belong to a change; 0 without any sign of one."""
+        """Number of the last values that may belong to a change; 0 if none of them may."""
         return max(self._num_above, self._num_below)
 
     def add(self, deviation: float) -> int:
@@ -107,15 +108,15 @@ class ChangeDetector:
         return self._num_below if self._below >= CHANGE_LIMIT else 0
 
     def reset(self) -> None:
-        """Begin again, with values that have another level."""
+        """Start over, for values at another level."""
         self._above = self._below = 0.0
         self._num_above = self._num_below = 0
 
 
 class SampleCost:
-    """Time that one rank takes for a sample, without the time that it waits for the others.
+    """Time that one rank takes for a sample, excluding the time that it waits for the others.
 
-    Noise is relative to the time, so the median, the noise and the changes are those of its
+    Noise is relative to the time, so the median, the noise and the changes are computed on its
     logarithm.
     """
 
@@ -126,11 +127,11 @@ class SampleCost:
         """Standard error of ``seconds``, relative to it."""
         self._measured: deque[float] = deque(maxlen=NUM_MEASURED)
         self._differences: deque[float] = deque(maxlen=NUM_DIFFERENCES)
-        """Absolute differences between neighbors. A change of the level adds only one large one, so
-        they are kept after it."""
+        """Absolute differences between neighboring values. A change of the level adds only one
+        large difference, so the differences are kept after a change."""
         self._detector = ChangeDetector()
         self._level = 0.0
-        """Median of the steps that are at the present level without doubt."""
+        """Median of the steps that are certainly at the current level."""
         self._measured_s = 0.0
         self._num_to_skip = NUM_SETTLING
 
@@ -164,22 +165,22 @@ class SampleCost:
         num_steps = len(self._measured)
         if num_steps < MIN_MEASURED or self._measured_s < MIN_MEASURED_S:
             return
-        # Steps 1 to 3 were slow and the fourth is not: a hiccup that was taken for a change, and
-        # that the detector corrects two steps later.
+        # If steps 1 to 3 were slow and the fourth is not, a hiccup was taken for a change. The
+        # detector corrects this two steps later.
         if num_steps < 2 * MIN_MEASURED and self._detector.num_suspect:
             return
         self.seconds = math.exp(found)
         self.error = _MEDIAN * noise / math.sqrt(num_steps)
 
     def _noise(self) -> float:
-        """Return the standard deviation of the logarithms: about the relative noise."""
+        """Return the standard deviation of the logarithms, which is about the relative noise."""
         num_steps = len(self._differences)
         measured = _NORMAL * median(self._differences) if num_steps else 0.0
         total = PRIOR_STEPS * PRIOR_NOISE**2 + num_steps * measured**2
         return math.sqrt(total / (PRIOR_STEPS + num_steps))
 
     def begin(self) -> None:
-        """Begin to measure with another share; ``seconds`` stays until it is known better."""
+        """Start measuring with another share; keep ``seconds`` until there is a better value."""
         self._measured.clear()
         self._measured_s = 0.0
         self._detector.reset()
@@ -228,7 +229,7 @@ class Balance:
         times_s = [cost * count for cost, count in zip(costs, self.counts, strict=True)]
         before_s = max(times_s)
         speeds = tuple(1 / cost for cost in costs)
-        # Check this first, in every step, because it takes less time than to compute the shares.
+        # Check this first, in every step, because it takes less time than computing the shares.
         best_s = self._batch_size / sum(speeds)
         if math.log(before_s / best_s) <= self._bar(times_s.index(before_s), speeds, errors):
             return False
@@ -243,17 +244,18 @@ class Balance:
         return True
 
     def _bar(self, slowest: int, speeds: Sequence[float], errors: Sequence[float]) -> float:
-        """Return the logarithm of the gain below which the shares stay.
+        """Return the logarithm of the gain below which the shares do not change.
 
         The gain is the time of the slowest rank, relative to the time T = batch / sum(speeds) that
-        all ranks would take with ideal shares. An error of rank i changes T by its part of the
-        speeds, and the time of the slowest rank only if i is that rank::
+        all ranks would take with ideal shares. An error in the time of rank i changes T in
+        proportion to the rank's part of the speeds. It changes the time of the slowest rank only if
+        i is that rank::
 
             log gain = log(cost[slowest] * count[slowest]) - log(T)
             d log(T) / d log(cost[i]) = speeds[i] / sum(speeds)
 
-        With more ranks, the largest error among them is larger: the maximum of n normal values is
-        about sqrt(2 * log(n)) standard deviations.
+        With more ranks, the largest error among them is larger, because the maximum of n normal
+        values is about sqrt(2 * log(n)) standard deviations.
         """
         total = sum(speeds)
         variance = sum(

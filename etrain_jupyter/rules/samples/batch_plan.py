@@ -37,7 +37,7 @@ def plan_step(
     """Share the ``count`` samples of one step; with few samples, the last ranks get none.
 
     Args:
-        count: Samples of this step, see ``ledger.cursor_at``.
+        count: Samples of this step; see ``ledger.cursor_at``.
         world_size: Ranks in this generation.
         micro_batch_size: Maximum samples per forward pass on one rank; None for no limit.
         min_share: Smallest nonzero share of a rank. It does not apply to a step with fewer samples
@@ -117,7 +117,7 @@ def share_by_speed(count: int, speeds: Sequence[float], *, min_share: int) -> tu
     else:
         ideal = {}
     shares = [int(ideal.get(rank, min_share)) for rank in range(len(speeds))]
-    # Rounding leaves less than one sample per rank: the largest remainders get them.
+    # After rounding down, fewer samples than ranks are left. The largest remainders get them.
     order = sorted(
         range(len(speeds)), key=lambda rank: shares[rank] - ideal.get(rank, float(min_share))
     )

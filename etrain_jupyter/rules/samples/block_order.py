@@ -11,8 +11,8 @@ needs only the blocks of one window at a time.
     rows            5.8 2.0 0.3 7.1 5.2 ...      each run takes its share of each block
 
 Like ``ledger.epoch_order``, the order is a pure function of ``(seed, epoch, layout)`` and must
-never change: a job resumed by a later version continues in the same order. The index of a sample in
-the ledger and in the audit is its row number, counted over all blocks.
+never change, because a job resumed by a later version continues in the same order. The index of a
+sample in the ledger and in the audit is its row number, counted over all blocks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from etrain_jupyter.rules.samples.ledger import hash_of, key_of
 Int64s = NDArray[np.int64]
 
 MAX_WINDOW_ROWS = 1 << 18
-"""Maximum number of rows in a window of more than one block: sorting them takes about 0.2 s. A part
-of the order, so it must never change."""
+"""Maximum number of rows in a window of more than one block: sorting them takes about 0.2 s. The
+order depends on this value, so it must never change."""
 
 _NUM_KEPT = 2
-"""Number of sorted windows to keep: a step may end one window and begin the next."""
+"""Number of sorted windows to keep. A step may end one window and begin the next."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ class BlockLayout:
 
 
 _MAX_BLOCKS = 1 << 26
-"""Maximum number of blocks in a text, which may come from another user: 512 TiB of 8 MiB each."""
+"""Maximum number of blocks in a text, which may come from another user; enough for 512 TiB in
+blocks of 8 MiB."""
 
 
 class Positions(NamedTuple):
@@ -117,7 +118,7 @@ class Positions(NamedTuple):
 class BlockOrder:
     """Order of one epoch.
 
-    State: a few integers per block, and the rows of the newest windows.
+    It keeps a few integers per block, and the rows of the newest windows.
 
     Args:
         layout: The blocks.
@@ -199,8 +200,8 @@ class BlockOrder:
 
     def _sort(self, window: int) -> Positions:
         # Row r of a shuffled block of n rows is due at (r + u) / n, with u from a hash, and rows
-        # are sorted by due time. A block of any size is so spread evenly over the window: ranks
-        # that split a step by block stay with the same blocks until the window ends.
+        # are sorted by due time. A block of any size is thus spread evenly over the window, and
+        # ranks that split a step by block stay with the same blocks until the window ends.
         #
         #   block of 2   |     0       |        1     |
         #   block of 4   |  0   |   1  | 2    |    3  |
@@ -234,8 +235,8 @@ def split_step(
     returns None, a share is a contiguous run of the samples sorted by block and row.
 
     A step that straddles windows is cut in the same proportion in each of them. A single cut would
-    give each share other blocks than in the steps before and after it, and a rank would read them
-    for this step only::
+    give each share different blocks than in the previous and the next step, and a rank would read
+    these blocks for this step only::
 
         step in window 3          a a b b | c c d d
         step in windows 3 and 4   a b | c d,  e f | g h       cut in each window
@@ -279,7 +280,7 @@ def blocks_within(sizes: Sequence[int], window: int, max_bytes: int) -> int:
     >>> blocks_within([8, 8, 8, 8], window=64, max_bytes=24)
     3
     """
-    # Any of the blocks may meet in a window, so the largest ones must fit.
+    # Any of the blocks may end up in the same window, so the largest ones must fit together.
     largest = np.cumsum(np.sort(np.asarray(sizes, np.int64))[::-1][:window])
     return max(1, int(np.searchsorted(largest, max_bytes, side="right")))
 

@@ -1,6 +1,6 @@
 """Split a step over shares so that, over a whole window, each share needs few blocks.
 
-Each block has a *home*, the share that reads it first of all. Every share gets its number of
+Each block has a *home*, the share that reads it before any other. Every share gets its number of
 samples, but the blocks do not contribute equally to every step, so some shares have too many
 samples at home and others too few. The surplus moves along *lanes*: a lane is a block that a second
 share may read, too. Lanes are used in levels. The lanes of level 0 form a ring over all shares, and
@@ -9,9 +9,9 @@ a surplus passes along it from share to share. The next level is used only if th
     home samples     share 0: 34    1: 31    2: 30    3: 33     (32 each)
     level 0          0 ─1─> 1       3 ─1─> 0 ─1─> 1 ─...        share 1 reads one block of share 0
 
-A share then reads its own blocks, and one to three of the other shares'. A contiguous run of the
-samples sorted by block has the same number of samples, but its borders wander over several blocks
-in the course of a window, since each border adds up the surplus of all shares before it.
+A share then reads its own blocks, and one to three of the other shares'. Contiguous runs of the
+samples sorted by block would have the same sizes, but their borders would wander over several
+blocks in the course of a window, because each border adds up the surplus of all shares before it.
 
 The split is a pure function of the window's blocks and the step, so a rank that joins in mid-window
 computes the same one. It determines the order of summation of a reproducible job, so it must not
@@ -64,7 +64,7 @@ class WindowShares:
         self._blocks = blocks
         self._num_shares = num_shares
         self._homes: list[list[int]] = [[] for _ in range(num_shares)]
-        """Blocks of each share; their place in the list is their level."""
+        """Blocks of each share; a block's index in the list is its level."""
         # Large blocks first, each to the share with the fewest rows.
         loads = [0] * num_shares
         for block in np.argsort(-np.asarray(rows, np.int64), kind="stable").tolist():
@@ -79,7 +79,7 @@ class WindowShares:
 
         Args:
             blocks: Block of each sample, ascending.
-            targets: Samples of each share, shape ``(num_shares,)``; their sum is that of all.
+            targets: Samples of each share, shape ``(num_shares,)``; they add up to all samples.
 
         Returns:
             Indices into ``blocks``: those of share 0, then those of share 1, ...; each ascending.
@@ -149,7 +149,7 @@ class WindowShares:
 def _find_path(
     lanes: Sequence[Sequence[tuple[_Lane, int]]], surplus: Sequence[int], start: int
 ) -> list[tuple[_Lane, int, int]]:
-    """Return the shortest way to a share with too few samples: lane, sender and receiver."""
+    """Return the shortest path to a share with too few samples: lane, sender, receiver."""
     previous: dict[int, tuple[_Lane, int, int] | None] = {start: None}
     queue = deque([start])
     while queue:
@@ -168,7 +168,7 @@ def _find_path(
 
 
 def _move_directly(result: NDArray[np.int64], surplus: list[int]) -> None:
-    # For samples that no lane can move, only in steps with few samples per block.
+    # Move samples that no lane can move. This happens only in steps with few samples per block.
     senders = [share for share, count in enumerate(surplus) if count > 0]
     receivers = [share for share, count in enumerate(surplus) if count < 0]
     for receiver, sender in itertools.product(receivers, senders):

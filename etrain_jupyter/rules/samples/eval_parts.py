@@ -1,8 +1,8 @@
 """Divide an evaluation into parts, and resume it after members have left or joined.
 
-A part is a fixed run of positions in data.eval, so its batch is the same whatever rank evaluates
-it. Each rank keeps the records of the parts that it has evaluated. After a change of members, the
-ranks report which parts they hold, and evaluate only the missing ones::
+A part is a fixed run of positions in data.eval, so its batch is the same regardless of which rank
+evaluates it. Each rank keeps the records of the parts that it has evaluated. After a change of
+members, the ranks report which parts they hold, and evaluate only the missing ones::
 
     generation 3   rank 0: parts 0 2 4     rank 1: parts 1 3 (dies)
     generation 4   rank 0 holds 0 2 4; 1 3 5 6 are missing: rank 0 takes 1 5, rank 1 takes 3 6
@@ -47,8 +47,8 @@ class RunPlan(NamedTuple):
     kept: tuple[Run, ...]
     """Runs that count, in order; none overlaps another."""
     todo: tuple[tuple[Run, ...], ...]
-    """Runs that each rank still evaluates. One that begins where a kept run of the same group ends
-    continues that run."""
+    """Runs that each rank still evaluates. A run that begins where a kept run of the same group
+    ends continues that kept run."""
 
 
 class ScoreStatus(NamedTuple):
@@ -88,7 +88,7 @@ def plan_parts(held: Sequence[Collection[int]], num_parts: int) -> PartPlan:
     PartPlan(owners={0: 0, 1: 1, 2: 0}, todo=((3,), (4,)))
     """
     owners: dict[int, int] = {}
-    # A part that two ranks hold counts once: the lowest rank owns it.
+    # A part that two ranks hold counts once; the lowest rank owns it.
     for rank in reversed(range(len(held))):
         owners |= dict.fromkeys(held[rank], rank)
     missing = [part for part in range(num_parts) if part not in owners]
@@ -140,7 +140,7 @@ def _gaps(group: Run, kept: Sequence[Run]) -> Iterator[Run]:
 
 
 def _cut(runs: Sequence[Run], share: range) -> Iterator[Run]:
-    """Yield the parts of a share, whose indices count the parts of all runs together."""
+    """Yield the parts of a share, which is a range of indices into all runs together."""
     begin = 0
     for run in runs:
         end = begin + run.stop - run.first

@@ -4,11 +4,11 @@ The order of an epoch is a pure function of ``(seed, epoch, num_samples)``, and 
 advances one cursor over it. Neither depends on the world size, so no history of joins and losses
 can lose or repeat a sample, and the durable log alone proves which samples were trained on.
 
-The numbers that this module computes must never change: a job resumed by a later version continues
-in the same order. So it has its own hash instead of ``numpy.random``, whose shuffles may change
-between versions. The hash is SplitMix64: Guy L. Steele Jr., Doug Lea, Christine H. Flood,
-"Fast splittable pseudorandom number generators", OOPSLA 2014, as in their public
-``splitmix64.c`` (whose constants are David Stafford's "Mix13").
+The numbers that this module computes must never change, because a job resumed by a later version
+continues in the same order. So it has its own hash instead of ``numpy.random``, whose shuffles may
+change between versions. The hash is SplitMix64: Guy L. Steele Jr., Doug Lea, Christine H. Flood,
+"Fast splittable pseudorandom number generators", OOPSLA 2014, as in their public ``splitmix64.c``
+(whose constants are David Stafford's "Mix13").
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _CHECKSUM_KEY = 0x6574_7261_696E_3031
-"""The bytes of ``etrain01``: makes the checksum's hash differ from that of the order."""
+"""The bytes of ``etrain01``; they make the checksum's hash differ from that of the order."""
 
 
 class StepRange(NamedTuple):
@@ -39,7 +39,7 @@ class StepRange(NamedTuple):
     """Number of samples, at least 1."""
 
     def position(self, num_samples: int) -> int:
-        """Return the number of samples before it, counted over all epochs."""
+        """Return the number of samples before this step, counted over all epochs."""
         return self.epoch * num_samples + self.first
 
 
@@ -113,7 +113,7 @@ def checksum_terms(indices: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int) -> int:
-    """Return the steps of one epoch; the last may have fewer samples, and none is dropped."""
+    """Return the number of steps in an epoch; the last may be smaller, but no sample is dropped."""
     return -(-num_samples // global_batch_size)
 
 
@@ -207,7 +207,7 @@ def _mix(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _mix_int(state: int) -> int:
-    # The same as ``_mix`` for one Python integer: numpy warns when a scalar wraps around.
+    # The same as ``_mix`` for one Python integer, because numpy warns when a scalar wraps around.
     z = state & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
     z = ((z ^ (z >> 27)) * _MIX_2) & _MASK

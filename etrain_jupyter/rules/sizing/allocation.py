@@ -36,9 +36,9 @@ class Claim:
 def allocate(claims: Sequence[Claim], workers: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Share ``workers`` among jobs.
 
-    In order of submission, each job gets its minimum, and then, in the same order, up to its
-    maximum. Jobs that are sized by goodput share the rest. A job keeps its workers as far as its
-    share allows, so that workers move only if they have to.
+    In order of submission, each job gets its minimum. In the same order, each job that is not sized
+    by goodput then gets up to its maximum. Jobs that are sized by goodput share the rest. A job
+    keeps its workers as far as its share allows, so that workers move only if they have to.
 
     Args:
         claims: One per job, in order of submission.
@@ -98,7 +98,7 @@ def _share(
         totals = np.full((len(values), free + 1), -math.inf)
         for more, value in enumerate(values[: free + 1]):
             totals[more, more:] = best[: free + 1 - more] + value
-        # The first of equal values: the fewest workers.
+        # Among equal values, take the first: the fewest workers.
         chosen.append(totals.argmax(axis=0))
         best = totals.max(axis=0)
     left, shares = free, {}
@@ -127,7 +127,7 @@ def _log(claim: Claim, workers: int) -> float:
 def _pick(
     claims: Sequence[Claim], workers: Sequence[str], shares: dict[str, int]
 ) -> dict[str, tuple[str, ...]]:
-    # All jobs keep their workers before any gets new ones: keeping a running rank matters most.
+    # All jobs keep their workers before any gets new ones. Keeping a running rank matters most.
     usable = set(workers)
     kept: dict[str, tuple[str, ...]] = {}
     for claim in claims:
@@ -135,7 +135,7 @@ def _pick(
         held = tuple(name for name in claim.held if name in fit)[: shares[claim.job_id]]
         kept[claim.job_id] = held
         usable -= set(held)
-    # Jobs that can run on few of the free workers choose first: the others can use the rest.
+    # Jobs that can run on few of the free workers choose first; the others can use the rest.
     for claim in sorted(claims, key=lambda claim: -len(claim.unfit & usable)):
         missing = shares[claim.job_id] - len(kept[claim.job_id])
         spare = [name for name in workers if name in usable and name not in claim.unfit]

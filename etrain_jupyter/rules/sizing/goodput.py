@@ -10,8 +10,8 @@ product of time and cost, which is the largest ``goodput ** 2 / cost``::
         | /        |
         +----------+------- workers
 
-With linear scaling these are all workers, and a single one if the second makes nothing faster. It
-is the rule by which ``%etrain plan`` recommends an option without a deadline and a budget.
+With linear scaling, the job takes all workers; if a second worker makes nothing faster, it takes
+one. ``%etrain plan`` uses the same rule to recommend an option if there is no deadline or budget.
 
 Rates that were not measured are predictions, so a job at most doubles its workers at once, and
 measures before it continues, as in Pollux (Qiao et al., OSDI 2021).
@@ -57,11 +57,11 @@ class GoodputTerms:
     """False if the job never ran on two workers, so that ``rates`` guess the cost of more."""
     progress: tuple[float, ...] | None = None
     """Progress of a sample by number of workers, relative to one worker; None if the gradient noise
-    was not measured: every sample then counts the same."""
+    was not measured. Every sample then counts the same."""
     usd_per_worker_h: float | None = None
-    """Price of a worker; None if it is unknown: the cost is then worker-seconds."""
+    """Price of a worker. If None, the price is unknown, and the cost is in worker-seconds."""
     usd_per_h: float = 0.0
-    """Price of what runs whatever the number of workers, such as the scheduler's machine."""
+    """Price of what runs regardless of the number of workers, such as the scheduler's machine."""
     needed_rate: float = 0.0
     """Samples per second that the deadline requires; 0 without a deadline."""
 
@@ -96,7 +96,7 @@ def choose_size(terms: GoodputTerms, current: int = 0) -> Size:
 
     Args:
         terms: Rates, prices and bounds.
-        current: The number chosen before; 0 if there is none.
+        current: The number chosen previously; 0 if there is none.
 
     >>> terms = GoodputTerms(min_workers=1, max_workers=4, rates=(0.0, 10.0, 19.0, 20.0, 20.5),
     ...                      measured=frozenset({1, 2}))
@@ -107,7 +107,7 @@ def choose_size(terms: GoodputTerms, current: int = 0) -> Size:
     if not terms.measured or len(terms.rates) <= high:
         return Size(workers=low, limit="unmeasured")
     if not terms.is_exchange_known and low == 1 < high:
-        # The second worker is worth the attempt: its cost cannot be predicted from the first.
+        # The second worker is worth the attempt, as its cost cannot be predicted from the first.
         return _size(terms, 2, "measuring")
     trusted = max(low, min(high, 2 * max(terms.measured)))
     best = max(range(low, trusted + 1), key=lambda workers: (terms.value(workers), -workers))
@@ -127,7 +127,7 @@ def choose_size(terms: GoodputTerms, current: int = 0) -> Size:
 
 
 def _enough(terms: GoodputTerms, trusted: int) -> int:
-    """Return the least workers that meet the deadline; the fastest number if none does."""
+    """Return the fewest workers that meet the deadline; the fastest number if none does."""
     if terms.needed_rate <= 0:
         return 0
     numbers = range(terms.min_workers, trusted + 1)
@@ -208,7 +208,7 @@ def progress_of(gains: tuple[float, ...]) -> tuple[float, ...]:
     """Return the progress of a sample from AdaScale's gain by number of workers.
 
     Args:
-        gains: Steps of one worker that a step of each number of workers is worth, from 0.
+        gains: How many steps of one worker a step is worth, by number of workers from 0.
 
     >>> progress_of((0.0, 1.0, 1.5))
     (0.0, 1.0, 0.75)
@@ -221,7 +221,7 @@ def progress_of(gains: tuple[float, ...]) -> tuple[float, ...]:
 
 LEAST_S = 30.0
 LEAST_STEPS = 3
-"""A rate is used once it was measured over this time and this number of steps."""
+"""A rate is used once it has been measured for this many seconds and this many steps."""
 
 Rates = tuple[float, ...]
 """Samples per second by the number of workers: ``rates[w]``, with ``rates[0] == 0``. Increasing."""
@@ -273,7 +273,7 @@ def fit_rates(measured: Mapping[int, float], max_workers: int) -> Rates:
     variance = sum((x - mean_x) ** 2 for x, _ in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / variance if variance else 0.0
     # A negative slope would mean more than linear scaling. With a slope above `one`, more workers
-    # would be slower. Both are noise, or a point to avoid: the rates never decrease.
+    # would be slower. Both are noise, or a point to avoid. The rates never decrease.
     slope = min(max(slope, 0.0), mean_y / (1 + mean_x))
     one = mean_y - slope * mean_x
     return (0.0, *(w / (one + slope * (w - 1)) for w in range(1, max_workers + 1)))
@@ -300,7 +300,7 @@ class RateMeter:
             step: The newest step.
         """
         before, self._last = self._last, (now, num_workers, step)
-        # After a restore, steps are repeated: the counter went back.
+        # After a restore, steps are repeated, so the counter has decreased.
         if before is None or before[1] != num_workers or step < before[2] or not num_workers:
             return
         seconds, steps = self.totals.get(num_workers, (0.0, 0))

@@ -24,11 +24,11 @@ from etrain_jupyter.rules.sizing.step_time import (
 )
 
 WARM_UP_STEPS = 3
-"""First steps of a generation, which are slower, and left out."""
+"""The first steps of a generation are slower, so this many of them are left out."""
 LEAST_STEPS, LEAST_S = 5, 5.0
-"""A number of workers counts as measured after these steps and this time of training."""
+"""A number of workers counts as measured after this many steps and seconds of training."""
 KEEP_STEPS = 200
-"""Newest steps of each number of workers that are used, so that the rates follow changes."""
+"""Only this many newest steps are used for each number of workers, so that rates follow changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class SpeedEvidence:
         most: dict[int, float] = {}
         for (workers, samples), steps in sorted(self._steps.items()):
             enough = len(steps.durations) >= LEAST_STEPS and steps.total_s >= LEAST_S
-            # The last step of an epoch is smaller: use the batch with the most time.
+            # The last step of an epoch is smaller, so use the batch with the most time.
             if not enough or steps.total_s < most.get(workers, 0.0):
                 continue
             most[workers] = steps.total_s

@@ -12,12 +12,12 @@ A step of ``W`` workers with ``m`` samples each takes ``compute(W, m) + exposed(
     hidden     f 2/3 c(W) b m              f: overlap of the exchange with a backward pass
 
 The five parameters are fitted to measured steps by least squares of the logarithms, with weak
-priors: a parameter that the points do not determine keeps its prior and a large variance, so that
+priors. A parameter that the points do not determine keeps its prior and a large variance, so that
 each prediction has a standard error.
 
-Unlike the fit of Pollux (Qiao et al., OSDI 2021), whose time of an exchange is a line through the
-measured numbers of workers, the form of the ring and the contention for cores are given. Fitted at
-one and two workers, it predicts three and four, which the line cannot.
+Pollux (Qiao et al., OSDI 2021) models the time of an exchange as a line over the number of workers.
+Here, the formulas of the ring and of the contention for cores are given instead. If they are fitted
+at one and two workers, they predict three and four, which the line cannot.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Unknown = Literal["batch", "exchange"]
 and the time of the exchange."""
 
 BACKWARD_SHARE = 2 / 3
-"""Part of the time of a sample that is its backward pass."""
+"""Fraction of a sample's time that its backward pass takes."""
 LAST_BUCKET_SHARE = 0.25
-"""Part of the exchange that begins when the backward pass has ended."""
+"""Fraction of the exchange that begins only after the backward pass has ended."""
 LOOPBACK_CPU_SHARE = 0.75
-"""Processor time of an exchange between two workers on one machine, by its duration."""
+"""Processor time of an exchange between two workers on one machine, relative to its duration."""
 NOISE = 0.05
-"""Relative standard deviation of a measured duration, and of the form of the model."""
+"""Relative standard deviation of a measured duration, including the error of the model."""
 MIN_COMPUTE_SHARE = 0.01
 BUCKET_BYTES = 25e6
 """Gradients are sent in buckets of about this size."""
@@ -59,7 +59,7 @@ LOG_MAX = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class StepPoint:
-    """Measured duration of the steps at one number of workers and samples; medians in seconds."""
+    """Measured duration of steps with one number of workers and samples; medians in seconds."""
 
     workers: int
     batch: float
@@ -78,7 +78,7 @@ def step_point(
 
     Args:
         workers: Number of workers.
-        samples: Samples per step, of all workers.
+        samples: Samples per step, across all workers.
         durations: Durations of the steps, in seconds; at least one.
         exposed: ``exposed_s`` of the steps, in the same order.
     """
@@ -108,7 +108,7 @@ class Placement:
         return max(1.0, self._busy_cores(workers) / self.cores)
 
     def sending_contention(self, workers: int) -> float:
-        """Return the factor by which workers that share cores slow their exchange down."""
+        """Return the factor by which workers that share cores slow down their exchange."""
         waiting = LOOPBACK_CPU_SHARE * workers * self.threads / self.cores
         return 1.0 if self.workers_per_machine else max(1.0, waiting)
 
@@ -177,7 +177,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimeModel:
-    """A fitted model; ``fit_step_times`` makes it."""
+    """A fitted model, as returned by ``fit_step_times``."""
 
     placement: Placement
     exchange: Exchange
@@ -210,8 +210,9 @@ class StepTimeModel:
         Args:
             placement: Where the workers run there.
             exchange: The exchange there.
-            speed: Samples per second of a worker there, relative to this model's machines; only
-                the time of a sample changes, because the fixed time of a step is not arithmetic.
+            speed: Samples per second of a worker there, relative to this model's machines. It
+                changes only the time of a sample, because the fixed time of a step is not spent on
+                arithmetic.
         """
         values = self.values.copy()
         values[1] -= math.log(speed)
@@ -224,7 +225,7 @@ class StepTimeModel:
         )  # fmt: skip
 
     def residuals(self, points: Iterable[StepPoint]) -> list[float]:
-        """Return the relative errors at points: predicted by measured duration, minus 1."""
+        """Return the relative error at each point: predicted / measured duration - 1."""
         return [
             self.predict(point.workers, point.batch).step_s / point.step_s - 1 for point in points
         ]
@@ -244,7 +245,7 @@ def fit_step_times(
         exchange: Their gradients.
 
     Raises:
-        ValueError: Without a point.
+        ValueError: If there are no points.
     """
     if not points:
         raise ValueError("no measured step")
@@ -261,8 +262,8 @@ def fit_step_times(
             noise = math.hypot(NOISE, point.spread)
             found.append(math.log((compute + exposed) / point.step_s) / noise)
             measured = point.step_s - point.exposed_s
-            # Half the weight: an exchange that a backward pass hides also slows it. A small
-            # difference of two measured durations is noise.
+            # Use half the weight, because an exchange that a backward pass hides also slows this
+            # pass down. Skip a small difference between two measured durations, which is noise.
             if measured > MIN_COMPUTE_SHARE * point.step_s:
                 found.append(0.5 * math.log(compute / measured) / noise)
             if point.workers > 1:
@@ -311,8 +312,8 @@ def _prior_of(exchange: Exchange, fixed_s: float, sample_s: float) -> Floats:
 
 
 def _prior_deviations(exchange: Exchange) -> Floats:
-    # The latency is roughly known, the compute time not at all. A known network delivers its
-    # bandwidth within a factor of 1.3, an unknown one within a factor of 10.
+    # The latency is roughly known, but the compute time is not known at all. A known network
+    # delivers its bandwidth within a factor of 1.3, an unknown one within a factor of 10.
     return np.array([2.5, 2.5, 0.17, 0.25 if exchange.is_known else 2.5, 0.25])
 
 
@@ -348,7 +349,7 @@ def _minimize(residuals: Callable[[Floats], Floats], start: Floats, starts: int 
                     break
         if current @ current < least:
             best, least = values, float(current @ current)
-        # Residuals are in standard deviations: another start cannot be much better than this.
+        # Residuals are in standard deviations, so another start cannot give a much better result.
         if least < len(current):
             break
     return best

@@ -116,7 +116,7 @@ class Chain:
         for _ in range(_RELISTS):
             if self.objects.put_if_absent(piece_key(piece.first), piece.to_bytes()):
                 return piece
-            # The object may be our own, if the response to the first attempt was lost: the caller
+            # The object may be our own, if the response to the first attempt was lost; the caller
             # checks that. It may also have been deleted in between: retry in that case.
             found = self.read_piece(piece.first)
             if found is not None:
@@ -148,7 +148,7 @@ class Chain:
         if data is None:
             return None
         try:
-            # A small object can expand a thousandfold, and its writer may be hostile: stop at the
+            # A small object can expand a thousandfold, and its writer may be hostile. Stop at the
             # limit, where `eof` is still False. (wbits=31 selects the gzip format.)
             unpacker = zlib.decompressobj(wbits=31)
             unpacked = unpacker.decompress(data, _MAX_PACK_BYTES)

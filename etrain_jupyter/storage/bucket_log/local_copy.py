@@ -1,7 +1,7 @@
 """This machine's copy of a job's log, filled from the bucket by readers.
 
 Only one process at a time changes a copy: the coordinator while it writes the log, otherwise a
-reader that fills the copy. This process holds a lock (``flock``) on ``.copy.lock``. A reader that
+reader that fills the copy. That process holds a lock (``flock``) on ``.copy.lock``. A reader that
 does not get the lock reads the copy as it is.
 """
 
@@ -59,7 +59,7 @@ class LogCopy:
                 self.forget()
 
     def fill(self) -> int:
-        """Fill the copy; the caller holds the lock. Return the ``seq`` up to which they agree.
+        """Fill the copy, locked by the caller; return the ``seq`` up to which it and the log agree.
 
         A copy that differs from the log is renamed, because its writer was fenced.
         """
@@ -112,7 +112,7 @@ class LogCopy:
         return end
 
     def _restart_copy(self) -> int:
-        # Renamed, not deleted: its last events exist nowhere else.
+        # Renamed, not deleted, because its last events exist nowhere else.
         aside = self.path.with_name(f"{self.path.stem}.{time.time_ns()}.lost.jsonl")
         self.path.rename(aside)
         shutil.rmtree(segments_of(self.path), ignore_errors=True)
@@ -167,7 +167,7 @@ def take_lock(folder: Path, *, patience_s: float) -> int | None:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return handle
         except OSError as exc:
-            # The file system has no locks: assume that no other process changes the copy.
+            # The file system has no locks, so assume that no other process changes the copy.
             if exc.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 return handle
             if time.monotonic() >= deadline:

@@ -12,7 +12,7 @@
     <state>/runs/<bucket>-<digits>/<job_id>/   this machine's copy: a regular run folder
 
 The coordinator writes to its machine's folder first; a reader's folder is filled from the bucket.
-The folder is not temporary: events that could not be uploaded yet exist only there.
+The folder is not temporary, because events that could not be uploaded yet exist only there.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from etrain_jupyter.storage.bucket_log.uploads import Uploads
 logger = logging.getLogger("etrain.mirror")
 
 FLUSH_S = 1.5
-"""Interval of uploads, in seconds: other machines see events with this delay."""
+"""Interval of uploads, in seconds, after which other machines see new events."""
 BEAT_S = 5.0
 """Interval of the coordinator's heartbeat in the bucket, in seconds."""
 SILENT_S = 45.0

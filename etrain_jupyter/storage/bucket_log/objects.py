@@ -50,7 +50,7 @@ class RunObjects:
                     f"the run store {self.url} needs boto3, which is not installed "
                     f'({sys.executable}). Install it there: pip install "etrain-jupyter[s3]"'
                 ) from exc
-            # Shorter than for checkpoints: objects are small, and a notebook may be waiting.
+            # Shorter than for checkpoints, because objects are small and a notebook may wait.
             limits = S3Limits(
                 connect_timeout_s=3.0,
                 read_timeout_s=10.0,

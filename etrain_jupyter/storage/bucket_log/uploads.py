@@ -34,7 +34,7 @@ from etrain_jupyter.storage.bucket_log.chain import (
 from etrain_jupyter.storage.bucket_log.local_copy import LogCopy
 
 MARK_FILE = ".uploaded.json"
-"""File in the copy's folder that contains the writer and the last event that it has uploaded."""
+"""File in the copy's folder that names the writer and the last event it has uploaded."""
 ALIVE = "alive.json"
 CLAIM_TRIES = 5
 _FACTS = ("status", "reason", "step", "total_steps", "world_size", "time")
@@ -67,7 +67,7 @@ class Uploads:
         from an earlier process with the same writer are unknown, and stay in the bucket."""
         self._packed: dict[int, int] = {}
         """Last packed event by pack size; empty before the first listing."""
-        # The key of our first object stays taken forever: it is what fences the previous writer.
+        # The key of our first object stays taken forever, because it fences the previous writer.
         self._began_at = self.seq + 1
         self._reader: LogReader | None = None
         self._pending: list[bytes] = []
@@ -199,7 +199,7 @@ class Uploads:
             try:
                 columns = (self._path.parent / columns_key(first)).read_bytes()
             except FileNotFoundError:
-                return False  # the columns are written in the background: try in the next round
+                return False  # the columns are still being written, so retry in the next round
             # Upload the columns before the pack, so that a reader that finds the pack also finds
             # them.
             self.chain.objects.put_if_absent(columns_key(first), columns)
@@ -235,7 +235,7 @@ class Uploads:
 
 
 def _status_lines(lines: tuple[bytes, ...]) -> list[bytes]:
-    # Thousands of lines may arrive at once: select by the first bytes, and parse only those lines.
+    # Thousands of lines may arrive at once, so parse only those with matching first bytes.
     steps = [n for n, line in enumerate(lines) if line.startswith(b'{"event":"StepCompleted"')]
     last = steps[-1] if steps else -1
     return [line for n, line in enumerate(lines) if n == last or line.startswith(_STATUS_EVENTS)]

@@ -77,7 +77,7 @@ class CheckpointStore(Protocol):
 
         Returns:
             True if this manifest is now the step's manifest. Of several writers, only one gets
-            True. If it repeats the call with the same manifest, it gets True again.
+            True. If that writer repeats the call with the same manifest, it gets True again.
         """
         ...
 
@@ -214,9 +214,9 @@ class ListedCheckpoint:
 
     step: int
     manifest: Manifest | None
-    """None if it cannot be read."""
+    """None if the manifest cannot be read."""
     problem: str
-    """The known problem with it; empty if there is none."""
+    """The known problem with the checkpoint; empty if there is none."""
     is_verified: bool
     """True if all parts were read and match the size and SHA-256 in the manifest."""
 
@@ -265,7 +265,7 @@ def choose_steps_to_keep(
 
     Args:
         steps: Steps that have a manifest, in any order.
-        keep: Number of newest steps to keep, at least 1: the newest is never deleted.
+        keep: Number of newest steps to keep; at least 1, so the newest is never deleted.
         protected: Steps to keep regardless of age, for example the best one.
 
     >>> sorted(choose_steps_to_keep([100, 200, 300, 400], keep=2, protected=[100]))

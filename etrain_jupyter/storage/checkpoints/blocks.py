@@ -10,7 +10,7 @@ from etrain_jupyter.storage.checkpoints.base import CheckpointStore
 from etrain_jupyter.storage.checkpoints.manifest import Part
 
 NUM_THREADS = 4
-"""Blocks that one process reads at the same time: each is in memory."""
+"""Maximum number of blocks that one process reads, and so has in memory, at the same time."""
 
 
 class Overlap(NamedTuple):

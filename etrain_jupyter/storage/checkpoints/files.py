@@ -43,8 +43,8 @@ def write_new(
         path: Path of the new file.
         data: The bytes, or a file to copy.
         progress: Called with the size of each piece.
-        key: Key of the part that the file is.
-        block_bytes: Size of the blocks that get a digest of their own; up to 4 MiB, or a multiple.
+        key: Key of the part that the file contains.
+        block_bytes: Size of the blocks, each with its own digest; at most 4 MiB, or a multiple.
     """
     digest, size = hashlib.sha256(), 0
     blocks = []

@@ -97,12 +97,12 @@ class LocalStore:
         self._check_root()
         temporary = path.with_name(f".{name}.{secrets.token_hex(4)}")
         with self._as_checkpoint_error(f"{key} cannot be written"), removed_at_end(temporary):
-            # This check need not be atomic: the folder belongs to one attempt, in which each rank
-            # writes a part with a different name.
+            # This check need not be atomic, because the folder belongs to one attempt, in which
+            # each rank writes a part with a different name.
             if path.exists():
                 raise CheckpointError(f"{key} already exists; keys are never used twice")
             part = write_new(temporary, data, progress, key=key, block_bytes=self._block_bytes)
-            # Verify before the rename: a file that has its final name is complete and correct.
+            # Verify before the rename, so that a file with its final name is complete and correct.
             check_file(part, temporary)
             os.rename(temporary, path)
             fsync_folder(path.parent)
@@ -198,9 +198,9 @@ class LocalStore:
                 (self.root / MANIFESTS_FOLDER / name).unlink(missing_ok=True)
 
     def _check_root(self) -> None:
-        """Refuse a folder that another user may have put in the place of the store's."""
-        # A user who can write to the run store can rename the job's folder, which is private, and
-        # put one there in which the checkpoints could be read.
+        """Refuse a folder that another user may have put in place of the store's folder."""
+        # A user who can write to the run store can rename the job's private folder and create
+        # another one in its place, in which that user could read the checkpoints.
         now = folder_state(self.root)
         if now is not None and self._state is not None and now.may_be_planted(self._state):
             raise CheckpointError(

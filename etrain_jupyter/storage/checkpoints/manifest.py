@@ -42,7 +42,7 @@ class Part:
     sha256: str
     """SHA-256 of the bytes, as 64 hexadecimal digits."""
     size: int
-    """In bytes."""
+    """Size in bytes."""
     block_bytes: int = 0
     """Size of each block but the last; 0 if the part is one block."""
     blocks: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Part:
         return len(self.blocks) or 1
 
     def block_range(self, number: int) -> tuple[int, int]:
-        """Return the offsets of a block's first byte and of the byte after its last."""
+        """Return the offset of a block's first byte, and that of the byte after its last one."""
         if not self.blocks:
             return 0, self.size
         first = number * self.block_bytes
@@ -71,7 +71,7 @@ class Part:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Part:
-        """Return the part whose fields ``values`` are.
+        """Return the part with the fields in ``values``.
 
         Raises:
             ValueError: If a value is missing, unknown or invalid, or if the blocks do not cover the
@@ -86,10 +86,10 @@ class Manifest:
     """The list of a checkpoint's parts; a checkpoint exists once its manifest is written."""
 
     step: int
-    """Number of committed steps in it."""
+    """Number of committed steps in the checkpoint."""
     job_id: str
     generation: int
-    """The generation that wrote it."""
+    """The generation that wrote the checkpoint."""
     config_digest: str
     """Digest of the job's configuration, to detect changes on resume."""
     created: float
@@ -171,7 +171,7 @@ def check_file(part: Part, path: Path) -> None:
         CheckpointError: If it is missing, or its size or SHA-256 differs.
     """
     try:
-        # Compare the size first: this detects a truncated file without reading gigabytes.
+        # Compare the size first, because this detects a truncated file without reading gigabytes.
         size = path.stat().st_size
         if size != part.size:
             raise CheckpointError(f"{part.key} has {size} bytes instead of {part.size}")

@@ -133,8 +133,8 @@ class S3Store:
             check_key(part.key)
             self._check_size(part, what, ", so nothing was committed")
         data = manifest.to_json().encode()
-        # Ignore the result of the write: the stored manifest shows who committed, even after a
-        # lost response or in a repeated call.
+        # Ignore the result of the write, because the stored manifest shows who committed, even
+        # after a lost response or in a repeated call.
         self._bucket.put_if_absent(manifest_key(manifest.step), data, what)
         found = self._bucket.get(manifest_key(manifest.step), what)
         try:
@@ -232,7 +232,7 @@ class S3Store:
         for key in keys:
             if _folder_of(key) in unused:
                 self._bucket.delete(key, what)
-        # Abort the uploads last: a role that may not list them can still delete everything else.
+        # Abort the uploads last, because a role that may not list them can delete the rest.
         folders = set(unused) | self._abort_uploads(kept, dropped)
         return removed + [f"{PARTS_FOLDER}/{name}" for name in sorted(folders)]
 

@@ -81,8 +81,8 @@ class Bucket(S3Requests):
     ) -> bytes:
         """Return ``size`` bytes of an object, starting at ``first``.
 
-        Request, body and check are retried together: bytes that fail the check were perhaps
-        corrupted in transit.
+        Request, body and check are retried together, because bytes that fail the check may have
+        been corrupted in transit.
 
         Args:
             key: Relative to the prefix.

@@ -1,7 +1,7 @@
 """Explain errors of S3 and boto3: what happened, and what to do next.
 
 The services' own messages are shown only for codes that are not listed here, and without anything
-that looks like a credential: some repeat the access key or the whole signed request.
+that looks like a credential, because some repeat the access key or the whole signed request.
 """
 
 from __future__ import annotations

@@ -110,8 +110,8 @@ class S3Limits:
     num_attempts: int = 3
     """Attempts after errors that boto3 does not retry, such as a truncated body."""
     repeats_unavailable: bool = False
-    """Also start another attempt if S3 was not available in all of boto3's. For requests whose
-    failure ends a job; a checkpoint is repeated by the next one."""
+    """True to start another attempt if S3 was unavailable in all of boto3's attempts. Set it for
+    requests whose failure ends a job; a failed checkpoint is followed by the next one."""
     page_size: int = 1000
     """Keys per list request; all pages are read."""
     patience_s: float = 60.0
@@ -186,7 +186,7 @@ class S3Requests:
                 with deadline:
                     return act()
             except (BotoCoreError, ClientError, HTTPError, OSError, ResponseParserError) as exc:
-                # Do not retry: in all our limits, the deadline is at least as long as patience_s.
+                # Do not retry, because in all our limits, deadline_s is at least patience_s.
                 if deadline.is_over:
                     raise StoreError(
                         f"{what} in {self}: S3 did not complete the request within "
@@ -329,7 +329,7 @@ def config_of(limits: S3Limits, retries: Mapping[str, Any]) -> Config:
 
 def client_of_environment(config: Config, *, region: str = "") -> Any:
     """Return a client with the credentials that boto3 finds now."""
-    # Do not use the default session: it is shared, and it caches credentials.
+    # Do not use the default session, because it is shared, and it caches credentials.
     session = boto3.session.Session(botocore_session=botocore.session.get_session())
     region = region or session.region_name or "us-east-1"
     return session.client("s3", region_name=region, config=config)

@@ -75,7 +75,7 @@ def upload_chunks(
 
     with _threads(s3) as pool:
         futures = [pool.submit(put, first) for first in starts]
-        # S3 has no SHA-256 of the whole object: compute it while the chunks are sent. A file is
+        # S3 has no SHA-256 of the whole object, so compute it while the chunks are sent. A file is
         # read twice, usually from the page cache.
         whole = hashlib.sha256()
         for first in starts:
@@ -93,8 +93,8 @@ def upload_chunks(
 def download_chunks(s3: S3Requests, key: str, size: int, target: Path, what: str) -> None:
     """Write the first ``size`` bytes of an object to a new file, several ranges at once."""
     chunk = s3.limits.chunk_bytes
-    # Use a descriptor instead of a file object: pwrite needs no shared position, so several threads
-    # can write their ranges at the same time.
+    # Use a descriptor instead of a file object. Its pwrite needs no shared position, so several
+    # threads can write their ranges at the same time.
     try:
         file = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as exc:

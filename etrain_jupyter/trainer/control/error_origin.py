@@ -31,7 +31,7 @@ _BORDER = frozenset(
 the call does not fit its parameters, the exception is raised in a frame of these modules."""
 
 _UNREACHABLE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
-"""Errors of huggingface_hub if neither the hub nor its cache has a file."""
+"""Errors that huggingface_hub raises if neither the hub nor its cache has a file."""
 
 HINT_FOR_HUB = (
     "This worker has no access to the hub, and the files are not in its cache. Call "
@@ -136,7 +136,7 @@ def is_broken_exchange(exc: BaseException) -> bool:
 
 def is_hub_unreachable(exc: BaseException) -> bool:
     """Return True if the hub could not be reached; False, for example, for a misspelled name."""
-    # By name: importing the library would take seconds, and the job may not use it.
+    # Compare names, because importing the library would take seconds, and the job may not use it.
     return any(
         type(link).__name__ in _UNREACHABLE
         and type(link).__module__.partition(".")[0] == "huggingface_hub"
@@ -147,7 +147,7 @@ def is_hub_unreachable(exc: BaseException) -> bool:
 def needs_missing_gpu(exc: BaseException) -> bool:
     """Return True if the notebook's code has used CUDA on a worker that should have no GPU."""
     texts = ["Torch not compiled with CUDA enabled", "Found no NVIDIA driver"]
-    # Without this variable, the GPU may have been lost, which is an error of the machine.
+    # Without this variable, the GPU may have been lost, which is a machine error.
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         texts.append("No CUDA GPUs are available")
     return any(text in str(link) for link in chain_of(exc) for text in texts)
@@ -187,7 +187,7 @@ def is_of_machine(error: BaseException, *, has_peers: bool) -> bool:
         has_peers: True if other ranks may have caused it.
     """
     text = str(error).lower()
-    # Checked first: an assert is the notebook's error, whatever else the message contains.
+    # Checked first, because an assert is the notebook's error, whatever else the message contains.
     if _ASSERT in text:
         return False
     words = (*_OF_MACHINE, *(_OF_NOTEBOOK_OR_PEER if has_peers else ()))

@@ -1,4 +1,4 @@
-"""Reports of failures: of a generation, and of the notebook's code."""
+"""Reports of failures of a generation or of the notebook's code."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Failure:
 
 def failure_of(group: RankGroup, exc: BaseException) -> Failure:
     """Return the failure of a generation for this rank's report."""
-    # Not a failure of the connections: the next generation starts from a checkpoint.
+    # No connection has failed, and the next generation starts from a checkpoint.
     if isinstance(exc, ShardsLostError):
         return Failure(error=str(exc), is_excused=True)
-    # This rank ended the generation itself, for a reason other than a failed connection, so this
-    # must not count towards the budget of failed generations.
+    # This rank ended the generation itself, for a reason other than a failed connection, so the
+    # failure must not count towards the budget of failed generations.
     if group.failure in (OUT_OF_MEMORY, DISCONNECTED):
         return Failure(error=group.failure, is_excused=True)
-    # The coordinator aborted it, and knows the cause.
+    # The coordinator aborted the generation, and knows the cause.
     if group.failure == ABORTED:
         return Failure()
     error = group.failure or text_of(exc)
@@ -73,7 +73,7 @@ def describe_user_error(
     # Errors that this package raises on purpose explain what to change and need no traceback.
     if type(exc).__module__.startswith(f"{__package__.partition('.')[0]}."):
         if isinstance(exc, UpdateInPassError) and bundle is not None:
-            # The call; the last line would repeat the message.
+            # Show only the call, because the last line would repeat the message.
             return str(exc), bundle.format_user_traceback(exc).rpartition("\n")[0]
         return str(exc), getattr(exc, "user_traceback", "")
     summary = f"{type(exc).__name__}: {exc}".partition("\n")[0].rstrip(": ")

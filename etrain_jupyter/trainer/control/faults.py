@@ -72,8 +72,8 @@ class FaultInjector:
         # faults.
         if not self.planned:
             return
-        # Iterate over a copy: a fault that fires is removed, and the control thread may append
-        # another.
+        # Iterate over a copy, because a fault that fires is removed, and the control thread may
+        # append another.
         for fault in list(self.planned):
             is_here = fault["kind"] in _AT_A_PLACE and fault["at"] in (place, ANYWHERE)
             if is_here and self._fires(fault, rank, step):
@@ -114,11 +114,11 @@ class FaultInjector:
         if not self.planned:
             return False
         due = [f for f in self.planned if f["kind"] == "nan_loss"]
-        # A list, not a generator: all due faults must fire, not only the first one.
+        # Use a list and not a generator, because all due faults must fire, not only the first one.
         return any([self._fires(fault, rank, step) for fault in due])
 
     def _fires(self, fault: Fault, rank: int, step: int) -> bool:
-        # A later step counts, too: the rank may not have taken part in the planned step.
+        # A later step counts, too, because the rank may not have taken part in the planned step.
         is_due = fault["rank"] in (None, rank) and fault["step"] <= step
         if is_due:
             self.planned.remove(fault)

@@ -24,22 +24,23 @@ from etrain_jupyter.wire.messages import EvalFinished, EvalScoreFound, StepsTrai
 FLUSH_EVERY_S = 0.05
 """Minimum interval between two batches. Records of steps longer than this are sent immediately."""
 BUSY_FLUSH_EVERY_S = 0.2
-"""The same while training needs all cores of the machine. Then each batch delays the next step: on
-its way to the notebook, it wakes the worker, the scheduler and the kernel, which may run here."""
+"""Minimum interval while training needs all cores of the machine. Each batch then delays the next
+step, because it wakes the worker, the scheduler and the kernel, which may run on this machine."""
 KEEP_RECORDS = 10_000
 """Number of records that a rank keeps in case rank 0 dies before sending them."""
 
 KeptRecord = dict[str, Any]
-"""The record of a step; or a ``step`` and the record of an evaluation under ``eval``, or of its
-scores under ``scored``, which became known after that step."""
+"""The record of a step; or a ``step`` together with what became known after it: the record of an
+evaluation under ``eval``, or the record of its scores under ``scored``."""
 
 Report = TrainerReport | KeptRecord
-"""A report from a rank. A batch of records of steps becomes one ``StepsTrained``."""
+"""A report from a rank. A batch of step records becomes one ``StepsTrained``."""
 
 Send = Callable[[Report], None]
 
 MIN_OWN_CORES = 0.1
-"""A process that uses fewer cores than this does not compete for them: it waits, or uses a GPU."""
+"""A process that uses fewer cores than this does not compete for cores, because it waits or uses a
+GPU."""
 
 MAX_IDLE = 0.15
 """Maximum idle share of all cores of a busy machine."""
@@ -48,7 +49,8 @@ WINDOW_S = 0.25
 """Minimum length of a measurement in seconds."""
 
 MAX_WINDOW_S = 1.0
-"""A longer measurement contains a pause in the training and is not used, in seconds."""
+"""Maximum length of a measurement in seconds. A longer one contains a pause in training and is
+discarded."""
 
 
 class Reporter:
@@ -58,10 +60,10 @@ class Reporter:
         are_cores_busy: Returns whether training needs all cores of this machine.
     """
 
-    # Every rank keeps the records of its latest steps and evaluations, because they are the same on
-    # all of them. Rank 0 sends them. If it dies, the next rank 0 sends those missing from the log.
-    # So does the same rank 0 if its reports were fenced, because they reached a restarted scheduler
-    # after it had formed the next generation:
+    # Every rank keeps the records of its latest steps and evaluations, which are the same on all
+    # ranks. Rank 0 sends the records. If it dies, the next rank 0 sends those missing from the log.
+    # The same rank 0 sends them again if its reports were fenced because they reached a restarted
+    # scheduler that had already formed the next generation:
     #
     #     rank 0   step 7 ── sent ──▶ log      step 8 ── (dies)
     #     rank 1   step 7, step 8 kept ── becomes rank 0, logged_step=7 ── sends step 8 ──▶ log
@@ -81,7 +83,7 @@ class Reporter:
         self._thread.start()
 
     def begin(self, *, generation: int, rank: int, logged_step: int) -> None:
-        """Start a generation. Rank 0 sends all that is not in the log yet."""
+        """Start a generation. Rank 0 sends all records that are not in the log yet."""
         with self._lock:
             self._generation = generation
             self._is_rank_0 = rank == 0
@@ -115,7 +117,7 @@ class Reporter:
             return
         if isinstance(report, EvalFinished):
             self._keep({"step": report.record["step"], "eval": report.record})
-        # Reports keep their order: an evaluation of step 8 arrives after the record of step 8.
+        # Reports keep their order, so an evaluation of step 8 arrives after the record of step 8.
         self.flush()
         if not isinstance(report, EvalFinished):
             self._channel.send(report)
@@ -156,7 +158,8 @@ class Reporter:
         try:
             while not self._ended.is_set():
                 self._has_unsent.wait()
-                # Cleared before the flush: a record that arrives during it sets the event again.
+                # Cleared first, so that a record that arrives during the flush sets the event
+                # again.
                 self._has_unsent.clear()
                 with contextlib.suppress(OSError):
                     self.flush()
@@ -177,7 +180,7 @@ def _is_of_step(record: KeptRecord) -> bool:
 
 
 class BusyCores:
-    """Measure whether all cores are busy, and this process is one of those that keep them busy.
+    """Measure whether all cores are busy and whether this process helps to keep them busy.
 
     Args:
         now_s: Returns the time, in seconds.

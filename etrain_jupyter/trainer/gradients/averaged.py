@@ -34,7 +34,7 @@ _NO_BUFFER_SYNC: dict[str, Any] = (
 
 
 MAX_SHARES = 16
-"""Number of plans for steps of different sizes or speeds that are kept."""
+"""Number of plans kept for steps of different sizes or speeds."""
 
 
 class _Share(NamedTuple):
@@ -59,7 +59,7 @@ class AveragedGradients:
         global_batch_size: Samples of a full step.
         micro_batch_size: Maximum number of samples per pass; None for no limit.
         num_passes: Minimum number of passes per share, with one exchange after the last pass.
-        compression: Compression of the gradients, see ``compression.compressed``.
+        compression: Compression of the gradients; see ``compression.compressed``.
         measures_noise: Set ``mean_of_squares`` in each full step.
         by_speed: Share the samples by the measured speeds of the ranks.
         norms: The BatchNorm layers to synchronize; None without ``sync_batchnorm``.
@@ -105,9 +105,9 @@ class AveragedGradients:
             else None
         )
         self._module = _wrap(model, group, has_unused, self._hook)
-        # These start sums of their own during a pass, in the training thread. The exchange thread
-        # may be in the middle of the header, and the ranks would start the sums in different
-        # orders.
+        # Synchronized BatchNorm, unused parameters and PowerSGD start sums of their own during a
+        # pass, in the training thread. The exchange thread may be in the middle of the header, so
+        # the ranks would start the sums in different orders.
         self.overlaps_device = norms is None and not has_unused and compression != "powersgd"
         self._num_steps = 0
         self._shares: dict[tuple[int, tuple[float, ...] | None], _Share] = {}
@@ -147,7 +147,7 @@ class AveragedGradients:
         is_equal = self._norms is not None
         if own and not is_equal:
             return _Share(plan.counts, own, len(own))
-        # In even shares, rank 0.
+        # Borrow from the rank with the largest share; if the shares are even, from rank 0.
         most = self._parts_of(plan, plan.counts.index(max(plan.counts)))
         parts = own + most[len(own) : len(most) if is_equal else 1]
         return _Share(plan.counts, parts, len(own))
@@ -158,7 +158,8 @@ class AveragedGradients:
         num_parts = plan.num_micro_steps
         if self.balance is not None and self._norms is None:
             # A slow rank with a small share needs fewer passes than the others. Passes of a few
-            # samples would make it even slower. (Synchronized BatchNorm needs the same number.)
+            # samples would make it even slower. (Synchronized BatchNorm needs the same number on
+            # all ranks.)
             num_parts = batch_plan.count_passes(
                 len(share),
                 micro_batch_size=self._micro_batch_size,
@@ -208,8 +209,8 @@ class AveragedGradients:
         step.start_header()
         moves = self._start_moves(step, weight)
         loss.backward()  # type: ignore[no-untyped-call]
-        # Wait for the gradients first: a failed sum must raise here, before anything uses the
-        # header.
+        # Wait for the gradients first, because a failed sum must raise here, before anything uses
+        # the header.
         self._group.settle()
         step.header.wait()
         if moves is not None:
@@ -231,13 +232,13 @@ class AveragedGradients:
 
     def _agree_on_buckets(self) -> None:
         # DDP rebuilds its buckets in its second forward pass. The ranks agree on the bucket order
-        # in a broadcast that blocks inside gloo. Here, it is counted as a collective, so that a
+        # in a broadcast that blocks inside gloo. Count the broadcast as a collective, so that a
         # rank that hangs in the notebook's code can be distinguished from the ranks that wait for
         # it.
         #
-        # It must not run in the exchange thread: if the call were abandoned there, the reducer
-        # would outlive its generation and remove its hooks from the parameters during a backward
-        # pass of the next one.
+        # The broadcast must not run in the exchange thread. If the call were abandoned there, the
+        # reducer would outlive its generation and remove its hooks from the parameters during a
+        # backward pass of the next one.
         self._num_steps += 1
         if self._num_steps == 2 and isinstance(self._module, DistributedDataParallel):
             self._group.wait_for(self._module.reducer._rebuild_buckets)

@@ -19,14 +19,15 @@ ALIGN_BYTES = 64
 
 
 class GradientBucket:
-    """Partial sums of the gradients of parameters of one dtype; each sum is a row of a tensor.
+    """Partial sums of gradients, for parameters of one dtype; each sum is a row of a tensor.
 
-    Each row ends with a flag per parameter, which is summed with the gradients: it is above 0 if
-    any shard touched the parameter. Otherwise ``p.grad`` must stay None, because an optimizer skips
-    such parameters.
+    Each row ends with a flag per parameter, which is summed with the gradients. The flag is above 0
+    if any shard touched the parameter. Otherwise ``p.grad`` must stay None, because an optimizer
+    skips such parameters.
 
-    No element is ever -0.0: sums start at 0.0, and a sum is -0.0 only if all its terms are. So a
-    shard without samples leaves every bit of a sum unchanged, whether or not its zeros are added.
+    No element is ever -0.0, because sums start at 0.0, and a sum is -0.0 only if all its terms are.
+    So a shard without samples leaves every bit of a sum unchanged, whether or not its zeros are
+    added.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], num_sums: int) -> None:

@@ -55,7 +55,7 @@ class BucketSums:
         if self._group.world_size == 1:
             return _nothing
         partials = list(bucket.sums_SN[: len(plan.subtrees[self._group.rank])])
-        # On a CPU these are the partial sums themselves; on a GPU, staging buffers.
+        # On a CPU, these are the partial sums themselves; on a GPU, they are staging buffers.
         on_cpu = [partial.cpu() for partial in partials]
         tree_sum = TreeSum(self._group, plan, on_cpu, tag=self.num_tags)
         self.num_tags += tree_sum.num_tags
@@ -113,7 +113,8 @@ class BucketSums:
         # torch may replace an exception that a hook raises, so ``finish`` raises the error about a
         # lost peer.
         with contextlib.suppress(CommunicationError):
-            # Start them in order, because all ranks must exchange the buckets in the same sequence.
+            # Start the exchanges in order, because all ranks must exchange the buckets in the same
+            # sequence.
             while self._num_started < len(self._missing) and not self._missing[self._num_started]:
                 self._start_next()
 

@@ -62,7 +62,7 @@ def _powersgd(group: RankGroup) -> Send:
 
 
 class _SummingGroup(dist.ProcessGroup):
-    """The part of a process group that torch's hooks use, over the generation's collectives.
+    """The part of a process group that torch's hooks use, built on the generation's collectives.
 
     torch's own process groups cannot be aborted. The hooks wait for one sum in the callback of
     another, which could block forever in a gloo thread. Here, each sum is complete when the call
@@ -93,7 +93,7 @@ class _Done(dist.Work):
         self._future.set_result(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return at once: the sum is already complete."""
+        """Return at once, because the sum is already complete."""
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:

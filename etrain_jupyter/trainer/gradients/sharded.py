@@ -47,9 +47,9 @@ class ShardedGradients:
     """
 
     balance: Balance | None = None
-    """The shards are the same for any speed of the ranks."""
+    """None, because the shards do not depend on the ranks' speeds."""
     overlaps_device = False
-    """Each shard's changes of the running buffers are copied to the host in any case."""
+    """False, because each shard's changes to the running buffers are copied to the host anyway."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class ShardedGradients:
             self._start_small_sums(step)
         for p in self._passes:
             is_last = p is self._passes[-1]
-            # A small last step leaves some shards without samples: they contribute exact zeros.
+            # A small last step leaves some shards without samples, which contribute exact zeros.
             if plan.counts[p.shard]:
                 self._run_shard(step, plan, p, is_last_busy=p is busy[-1], is_last=is_last)
             elif p.is_fresh:

@@ -7,8 +7,9 @@ ranks cancel out if and only if each connection is listed once from each end. Al
 same digests, so all of them accept the group or all refuse it, before any tensor is sent. The
 coordinator, which chose the key, may already have summed them (``wire.rank_values.sum_digests``).
 
-A digest has the same size in a group of any size. Only if the digests do not cancel out, the ranks
-of a small group publish the connections themselves, to name the stranger in the error.
+The size of a digest does not depend on the size of the group. If the digests do not cancel out, the
+ranks of a small group also publish the connections themselves, so that the error can name the
+stranger.
 
 This does not detect an attacker on the path between two machines (a router, ARP spoofing) that
 leaves the addresses unchanged; only encryption protects against that. The two ends of a connection
@@ -44,8 +45,8 @@ DESCRIPTION_TIMEOUT_S = 5.0
 """Timeout for receiving other ranks' descriptions of unknown connections."""
 
 MAX_LISTED = 64
-"""Maximum number of ranks that publish their connections to name a stranger: the lists grow with
-the square of their number, and each rank reads them all."""
+"""Maximum size of a group whose ranks publish their connections to name a stranger. The lists grow
+with the square of the number of ranks, and each rank reads all lists."""
 
 MAX_DESCRIBED = 3
 """Maximum number of unknown connections listed in a message; the rest are only counted."""
@@ -100,7 +101,7 @@ def authenticate(
     store.set(f"listed/{rank}", json.dumps(encode(claimed)))
     lists = _collect(store, "listed", range(world_size))
     mismatch = find_mismatch({other: decode(pairs) for other, pairs in lists.items()})
-    if mismatch is None:  # their digests differ, so a rank's secret does
+    if mismatch is None:  # only the digests differ, so some rank has another secret
         raise UnknownPeerError(_refusal([], []))
     # Only the rank that holds an unknown connection can look up the process at its far end. It
     # publishes the description, so that all ranks report the same error.

@@ -56,9 +56,9 @@ def connect_nccl(store: BroadcastStore, rank: int, world_size: int, keep: Keep) 
     prefixed = c10d.PrefixStore(NCCL, store)
     backend: Any = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
     keep(backend)
-    # NCCL connects in its first collective. Run a collective here, where a failure counts as a
-    # failed attempt to form, rather than in the backward pass. The sum also proves that all ranks
-    # take part.
+    # NCCL connects in its first collective. Run one here, where a failure counts as a failed
+    # attempt to form the generation, rather than in the backward pass. The sum also proves that all
+    # ranks take part.
     count = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
     backend.allreduce([count]).wait()
     # The conversion synchronizes with the device.
@@ -75,8 +75,8 @@ def end_nccl(backend: Any, *, gently: bool) -> None:
 
 class _Prebuilt(threading.local):
     # torch creates a group's backend through a registered function, which gets no reference to our
-    # backend. It is passed through this object, which is thread-local so that no other thread can
-    # get it.
+    # backend. Our backend is passed through this object, which is thread-local so that no other
+    # thread can get it.
     backend: Any = None
 
 
@@ -88,10 +88,10 @@ def make_default_group(
 ) -> dist.ProcessGroup:
     """Make ``backend`` torch's default group without blocking, and return the group.
 
-    If user code calls ``torch.distributed`` directly, even tensors on a GPU go through gloo: this
-    is slow, but can be aborted. torch would confuse two custom backends in one group.
+    If user code calls ``torch.distributed`` directly, even tensors on a GPU go through gloo, which
+    is slow but can be aborted. torch would confuse two custom backends in one group.
     """
-    # Once per process; torch has no way to unregister a backend.
+    # Register it once per process, because torch cannot unregister a backend.
     if _NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(
             _NAME, lambda *_: _PREBUILT.backend, extended_api=True, devices=["cpu", "cuda"]

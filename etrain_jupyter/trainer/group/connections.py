@@ -39,7 +39,7 @@ def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
     (0, 1)
     """
     # Both ends of a connection list it, in opposite order. So the rank at the far end of (near,
-    # far) is the one that lists (far, near).
+    # far) is the rank that lists (far, near).
     rank_of = {pair: rank for rank, pairs in listed.items() for pair in pairs}
     unknown, wrong = [], []
     for rank, pairs in listed.items():
@@ -59,11 +59,11 @@ def find_mismatch(listed: Mapping[int, Sequence[Pair]]) -> Mismatch | None:
 
 
 def digest_of(pairs: Sequence[Pair], secret: bytes) -> int:
-    """Return a digest of one rank's connections; those of all ranks sum to 0 modulo DIGEST_MODULUS.
+    """Return a digest of one rank's connections; all digests sum to 0 modulo DIGEST_MODULUS.
 
-    They do so only if each connection is listed as often from one end as from the other, as for
-    connections between ranks. A connection to a stranger or a relay is listed from one end only.
-    The secret keeps strangers from choosing addresses whose digests cancel out.
+    The sum is 0 only if each connection is listed as often from one end as from the other, as are
+    all connections between ranks. A connection to a stranger or a relay is listed from one end
+    only. The secret keeps strangers from choosing addresses whose digests cancel out.
 
     >>> a, b, c = ("h", 1), ("h", 2), ("h", 3)
     >>> (digest_of([(a, b)], b"s") + digest_of([(b, a)], b"s")) % DIGEST_MODULUS
@@ -116,8 +116,8 @@ def format_end(end: End) -> str:
 def find_uid(pair: Pair) -> int | None:
     """Return the user ID of the process at the far end, if it runs on this machine."""
     near, far = pair
-    # Find the row of the far end's socket, whose local address is our far end. There is none if the
-    # process runs on another machine or in another network namespace.
+    # Find the row of the far end's socket, whose local address is our far end. There is no such row
+    # if the process runs on another machine or in another network namespace.
     for file, is_ipv6 in (("/proc/net/tcp", False), ("/proc/net/tcp6", True)):
         try:
             wanted = [_as_listed(far, is_ipv6), _as_listed(near, is_ipv6)]

@@ -52,7 +52,7 @@ def future_for(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 class _Moment:
-    # An event in the current stream, for which another thread can wait. It is a blocking event,
+    # An event in the current stream that another thread can wait for. It is a blocking event,
     # because by default the wait would spin on a core that the training thread may need.
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: Any = None

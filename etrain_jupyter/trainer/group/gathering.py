@@ -15,7 +15,7 @@ import torch
 from etrain_jupyter.trainer.group.process_group import RankGroup
 
 WINDOW_BYTES = 4 << 20
-"""Size of the buffer through which a stream passes through a rank's memory."""
+"""Size of the buffer in a rank's memory through which a stream passes."""
 
 
 def gather_bytes(group: RankGroup, mine: Mapping[int, bytes], num_slots: int) -> list[bytes]:
@@ -72,8 +72,9 @@ def stream(
     Args:
         group: The generation's process group.
         num_bytes: Number of bytes, the same on every rank.
-        fill: Writes this rank's bytes of a window, from a position on; others stay zero.
-        take: Gets the windows in order; None on a rank that does not want them.
+        fill: Writes this rank's bytes into a window that starts at a position; other bytes stay
+            zero.
+        take: Receives the windows in order; None on a rank that does not want them.
 
     Raises:
         CommunicationError: A peer is lost.

@@ -108,8 +108,8 @@ class GlooDevice:
         for fd, _ in _watched(self._epoll):
             with contextlib.suppress(OSError), _socket_of(fd) as connection:
                 if _is_listening(connection):
-                    # A thread stuck inside gloo keeps the listener open: seal it, so that it cannot
-                    # be flooded with connections.
+                    # A thread stuck inside gloo keeps the listener open. Seal the listener, so that
+                    # it cannot be flooded with connections.
                     _drop_everything(connection)
                 else:
                     connection.shutdown(socket.SHUT_RD)

@@ -64,7 +64,7 @@ class Waiters:
 
     def wake_all(self) -> None:
         """Wake all registered waits, after ``fail``."""
-        # Call them outside the lock, because they may need it.
+        # Call them outside the lock, because the callbacks may need the lock.
         with self._lock:
             wakes = list(self._wakes.values())
             self._wakes.clear()
@@ -93,8 +93,8 @@ class Pending:
         self._future.add_done_callback(lambda _: ready.set())
         ready.wait()
         self._waiters.forget(token)
-        # Woken by an abort: the operation is abandoned. It may still complete later and write into
-        # its tensor, which must not be reused.
+        # An abort has woken this thread, so the operation is abandoned. It may still complete later
+        # and write into its tensor, which must not be reused.
         if not self._future.done():
             raise self._waiters.fail("aborted")
         error = error_of(self._future)

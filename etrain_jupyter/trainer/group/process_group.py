@@ -5,9 +5,9 @@ The design of this file is based on three measurements (see ``docs/benchmarks/st
 * No torch call unblocks a gloo collective with a silent peer; only the group's own timeout does.
   Shutting down the sockets of the group's device unblocks it within milliseconds. So each
   generation has its own device.
-* Even then a thread can stay inside gloo. So nothing waits inside gloo: a wait ends when the
-operation's future completes *or* the generation is aborted, whichever comes first. In the second
-case, the operation is abandoned, and ends at its own timeout.
+* Even then, a thread can stay inside gloo. So nothing waits inside gloo: a wait ends when the
+  operation's future completes *or* the generation is aborted, whichever comes first. In the second
+  case, the operation is abandoned, and ends at its own timeout.
 * The constructor of ``ProcessGroupGloo`` may block without a timeout, so it runs in a thread that
   can be abandoned (``forming``).
 
@@ -97,8 +97,8 @@ class RankGroup:
     def _make_transport(
         self, backend: str, connect_nccl: ConnectNccl
     ) -> tuple[Transport, Callable[[], None] | None]:
-        # Avoids a reference cycle: a generation is freed when it ends, not by the garbage
-        # collector.
+        # Avoids a reference cycle, so that a generation is freed when it ends and not by the
+        # garbage collector.
         collectives = weakref.proxy(self)
         if backend != NCCL:
             return GlooTransport(collectives, self._waiters), None
@@ -181,8 +181,8 @@ class RankGroup:
         Remove DDP from the model first. Otherwise, DDP may hold the last reference to the group,
         and its destructor would wait here for gloo's destructor.
         """
-        # The connections of an intact group are not shut down: a peer may still be reading the end
-        # of the last collective.
+        # The connections of an intact group are not shut down, because a peer may still be reading
+        # the end of the last collective.
         is_intact = not self.failure
         self._waiters.fail("closed")
         with self._lock:
@@ -230,8 +230,7 @@ class RankGroup:
         """Run ``prepare``, then sum a host tensor over the ranks in place, in the exchange thread.
 
         All ranks must start the sums of a generation in the same order. So the calling thread must
-        not start another one until this one and all those after it in the exchange thread are
-        complete.
+        not start another sum until this one and all later sums in the exchange thread are complete.
 
         Args:
             prepare: Sets the tensor's values; may block.
@@ -268,7 +267,7 @@ class RankGroup:
             raise self._waiters.fail(text_of(exc), backend=GLOO) from exc
 
     def count(self) -> None:
-        """Count a collective as progress: the coordinator compares the ranks' counts."""
+        """Count a collective as progress, because the coordinator compares the ranks' counts."""
         if self._progress is not None:
             self._progress.count_collective()
 
@@ -282,8 +281,9 @@ class RankGroup:
     def start(self, work: Callable[[], None], *, is_counted: bool = True) -> Pending:
         """Run ``work`` in the generation's exchange thread, after all work started earlier.
 
-        The work may block inside gloo, but the thread that waits for it does not: an abort abandons
-        the work. An exception in the work becomes a CommunicationError and ends the generation.
+        The work may block inside gloo, but the thread that waits for it does not, because an abort
+        abandons the work. An exception in the work becomes a CommunicationError and ends the
+        generation.
 
         Args:
             work: Must not wait for other work in the same thread.
@@ -293,7 +293,7 @@ class RankGroup:
         return Pending(self._waiters, self.submit(work, is_counted=is_counted))
 
     def submit(self, work: Callable[[], None], *, is_counted: bool = False) -> Future[None]:
-        """Run ``work`` in the exchange thread, see ``start``; return its future."""
+        """Run ``work`` in the exchange thread (see ``start``) and return its future."""
         self.raise_if_failed()
         if is_counted:
             self.count()

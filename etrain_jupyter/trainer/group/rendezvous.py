@@ -1,10 +1,10 @@
 """Rendezvous of the ranks of a generation: a key-value store without a server.
 
-A key travels to all ranks on its own, or with all others of its topic. gloo and ``authentication``
-set one key per rank and topic, ``TOPIC/RANK``, and every rank reads them all. Relayed one by one to
-each other rank, they would take W^2 messages, and W^3 bytes because gloo's key grows with W: 8 GB
-for 1,000 ranks. Instead, the coordinator collects the W keys of a topic, and sends them to each
-rank in one message.
+A key is sent to all ranks on its own, or together with all other keys of its topic. gloo and
+``authentication`` set one key per rank and topic, ``TOPIC/RANK``, and every rank reads all of these
+keys. If they were relayed one by one, they would take W^2 messages, and W^3 bytes because gloo's
+key grows with W. For 1,000 ranks, that is 8 GB. Instead, the coordinator collects the W keys of a
+topic, and sends them to each rank in one message.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FORM_TIMEOUT_S = 120.0
 earlier."""
 
 GLOO_TOPIC = "0"
-"""Prefix of gloo's keys: the number of its device, and a generation has one."""
+"""Prefix of gloo's keys: the number of gloo's device, of which a generation has only one."""
 
 TOPICS = frozenset({GLOO_TOPIC, CONNECTIONS})
-"""Topics under which every rank sets exactly one key, and needs those of all ranks."""
+"""Topics under which every rank sets exactly one key, and needs the keys of all ranks."""
 
 _SHORTENED = b"\x01"
 
@@ -40,7 +40,7 @@ class CommunicationError(RuntimeError):
 class BroadcastStore(c10d.Store):
     """A rendezvous store without a server: the coordinator forwards every key that a rank sets.
 
-    Keys that every rank sets arrive together, see ``message_for_key``.
+    Keys that every rank sets arrive together; see ``message_for_key``.
 
     It uses the authenticated control channel, so it needs no open port, and it survives the loss of
     any rank. Keys from other generations are dropped before they reach it.
@@ -91,7 +91,7 @@ class BroadcastStore(c10d.Store):
         self._publish(key, data)
 
     def clone(self) -> BroadcastStore:
-        """Return this store: torch asks for a second connection, which this store does not need."""
+        """Return this store, which does not need the second connection that torch requests."""
         return self
 
     def get(self, key: str) -> bytes:
@@ -121,7 +121,7 @@ class BroadcastStore(c10d.Store):
 def message_for_key(
     key: str, value: bytes, *, generation: int, rank: int, world_size: int
 ) -> StoreEntry | RankKey:
-    """Return the message that publishes a key which this rank has set."""
+    """Return the message that publishes a key that this rank has set."""
     topic, _, name = key.rpartition("/")
     if topic not in TOPICS or name != str(rank):
         return StoreEntry(generation=generation, key=key, value=value)

@@ -1,9 +1,9 @@
 """Sums of small tensors over the ranks, in as few messages as possible.
 
-gloo's all-reduce is a ring: its number of messages grows with the number of ranks, whatever the
-size of the tensor, and a message costs more than sending a hundred kilobytes (the figures are in
+gloo's all-reduce is a ring. Its number of messages grows with the number of ranks, whatever the
+size of the tensor, and one message costs more than sending a hundred kilobytes (the figures are in
 ``docs/benchmarks/steps.md``, ``sums``). Recursive doubling needs ``log2(W)`` messages per rank,
-each of the whole tensor (Thakur, Rabenseifner, Gropp, "Optimization of collective communication
+each with the whole tensor (Thakur, Rabenseifner, Gropp, "Optimization of collective communication
 operations in MPICH", 2005, section 4.5).
 
 Shapes: ``W`` ranks.
@@ -22,7 +22,7 @@ TAG = 1 << 22
 
 
 class Peers(Protocol):
-    """The part of the process group that sends messages, see ``process_group.RankGroup``."""
+    """The part of the process group that sends messages; see ``process_group.RankGroup``."""
 
     rank: int
     world_size: int
@@ -32,7 +32,7 @@ class Peers(Protocol):
         ...
 
     def raise_if_failed(self) -> None:
-        """Raise if the generation has failed, so that its tensors may belong to the next one."""
+        """Raise if the generation has failed, because its tensors may belong to the next one."""
         ...
 
     def irecv(self, tensor: torch.Tensor, src: int, tag: int) -> Any:
@@ -41,14 +41,14 @@ class Peers(Protocol):
 
 
 def is_small(tensor: torch.Tensor, world_size: int) -> bool:
-    """Return whether ``sum_small`` can sum a tensor over the ranks, and is the faster way."""
+    """Return True if ``sum_small`` can sum a tensor and is faster than gloo's all-reduce."""
     size_bytes = tensor.numel() * tensor.element_size()
     is_usable = tensor.device.type == "cpu" and tensor.is_contiguous() and size_bytes > 0
     return is_usable and small_sums.is_small(size_bytes, world_size)
 
 
 def sum_small(peers: Peers, tensor: torch.Tensor) -> None:
-    """Sum a contiguous CPU tensor over the ranks, in place; the same bits on all of them.
+    """Sum a contiguous CPU tensor over the ranks, in place, with the same bits on all ranks.
 
     Blocks, so call it only inside ``RankGroup.start``. All ranks must call it in the same order.
     """
@@ -80,7 +80,8 @@ def sum_small(peers: Peers, tensor: torch.Tensor) -> None:
         for work in works:
             work.wait()
         peers.raise_if_failed()
-        # On both, the lower rank's value first: the sum of two NaNs has the bits of the first one.
+        # Both ranks add the lower rank's value first, because the sum of two NaNs has the bits of
+        # the first.
         low, high = (tensor, received) if rank < other else (received, tensor)
         torch.add(low, high, out=tensor)
         distance *= 2

@@ -128,10 +128,10 @@ class GlooTransport:
             tensor.copy_(on_host)
 
     def settle(self) -> None:
-        """Do nothing: the futures that DDP has waited for complete together with the sums."""
+        """Do nothing, because DDP's futures complete together with the sums."""
 
     def end(self, *, gently: bool) -> None:
-        """Do nothing: the group itself shuts down gloo."""
+        """Do nothing, because the group itself shuts down gloo."""
 
 
 class NcclTransport:
@@ -206,7 +206,8 @@ class NcclTransport:
 
     def end(self, *, gently: bool) -> None:
         """Release the backend in a thread, because this may wait for a stuck kernel."""
-        # Called by ``abort`` and by ``close``, from two threads: only one of them gets the backend.
+        # Called by ``abort`` and by ``close``, from two threads, but only one of them gets the
+        # backend.
         with self._lock:
             backend, self.backend = self.backend, None
         if backend is not None:

@@ -1,10 +1,10 @@
 """Evaluate the whole evaluation set once across all ranks, or stop at a planned change.
 
-The set is cut into parts, one batch each, at positions that depend on nothing else. Each rank
-evaluates runs of consecutive parts. If a generation ends in the middle of an evaluation, the runs
-are kept, and the next generation continues them.
+The set is cut into parts of one batch each, at positions that are the same on all ranks in all
+generations. Each rank evaluates runs of consecutive parts. If a generation ends in the middle of an
+evaluation, the runs are kept, and the next generation continues them.
 
-Shapes: ``M`` means (loss first, see ``objective.measures``).
+Shapes: ``M`` means (loss first; see ``objective.measures``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EvaluationResult(NamedTuple):
 
 @dataclass
 class _Sums:
-    """Sums over a run of parts, and the states of its metrics."""
+    """Sums over a run of parts, and the run's metric states."""
 
     run: Run
     """The parts that are done."""
@@ -63,7 +63,7 @@ class _Sums:
     is_new: bool = False
     """True if a part was added since the last exchange."""
     is_torn: bool = False
-    """True while a part is being added. If this fails, the sums are invalid."""
+    """True while a part is being added. If the addition fails, the sums are invalid."""
 
     def pack(self) -> bytes:
         data: bytes = save({"sums": self.sums_M, **self.states.pack()})
@@ -92,8 +92,8 @@ class _Progress:
 class Evaluation:
     """Evaluates each sample on exactly one rank.
 
-    With ``reproducible``, the set is split into V shards that are added up in a fixed order, so the
-    means are bit for bit the same on any number of ranks. Otherwise, each rank adds up one share.
+    With ``reproducible``, the set is split into V shards whose sums are added up in a fixed order,
+    so the means are bit-identical on any number of ranks. Otherwise, each rank adds up one share.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Evaluation:
     def _exchange(
         self, group: RankGroup, groups: Sequence[Run], *, max_bytes: int | None = None
     ) -> RunPlan:
-        """Copy the runs of all ranks to all ranks, unless they are larger than ``max_bytes``."""
+        """Share all ranks' runs with all ranks, unless their total size exceeds ``max_bytes``."""
         progress = self._progress
         progress.pack()
         rows = gather_json(group, [[*run, len(data)] for run, data in progress.packed.items()])

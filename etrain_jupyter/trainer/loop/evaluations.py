@@ -52,10 +52,11 @@ class Evaluations:
         return [*workload.measures.names, *workload.whole_set]
 
     def check_names(self) -> None:
-        """Check, after the warm-up, that the metrics which other keys name are evaluated.
+        """Check after the warm-up that the metrics named by other config keys are evaluated.
 
         Raises:
-            WorkloadError: If one is not. A name that ``score`` may return is checked later.
+            WorkloadError: If a metric is not evaluated. Names that ``score`` may return are checked
+                later.
         """
         if self._scores is None:
             self._state.best_tracker.check(self._names)
@@ -203,8 +204,8 @@ class Evaluations:
 
     def report(self, generation: int) -> None:
         """On rank 0, report the newest scores and the best evaluation."""
-        # Also at the start of a generation, because the previous rank 0 may have died before it
-        # reported them. The coordinator ignores duplicate reports.
+        # Also called at the start of a generation, because the previous rank 0 may have died before
+        # it reported these results. The coordinator ignores duplicate reports.
         if self._scores is not None:
             self._scores.report(generation)
         best = self._state.best_tracker.best_record()

@@ -22,8 +22,8 @@ from etrain_jupyter.trainer.state.train_state import WorkPlan
 from etrain_jupyter.trainer.workload import Workload
 
 BASE = "initial_lr"
-"""Key for the base rate in a parameter group, as in torch's schedulers. It is saved and sent with
-the groups."""
+"""Key for the base rate in a parameter group, as in torch's schedulers. The base rate is saved and
+sent with the groups."""
 
 LINEAR = frozenset({"SGD", "ASGD", "Muon"})
 """Optimizers whose rate scales linearly with the batch size. Other rates scale with its square
@@ -62,14 +62,14 @@ class LearningRate(StepFeature):
         self._committed = self._next = Ramp()
         self._noise = self._next_noise = GradientNoise()
         if schedule is not None or scaling is not None:
-            # Existing base rates are kept: the notebook's own optimizer may have set them.
+            # Existing base rates are kept, because the notebook's own optimizer may have set them.
             for group in optimizer.param_groups:
                 group.setdefault(BASE, float(group["lr"]))
 
     @property
     def extras(self) -> Mapping[str, Stateful]:
         """Return the stateful components to checkpoint: this one, if it has a state."""
-        # A schedule is a function of the position.
+        # A schedule has no state, because it is a function of the position.
         return {} if self._scaling is None else {"learning_rate": self}
 
     @property
@@ -78,7 +78,7 @@ class LearningRate(StepFeature):
         return self._schedule is None and self._scaling is None
 
     def after_sum(self, step: Step) -> None:
-        """Set the rates of the step, after the gradient noise, which bounds them."""
+        """Update the gradient noise, then set the step's rates, which the noise bounds."""
         if step.mean_of_squares is not None:
             # Both values are squares of gradients that were multiplied by the loss scale.
             divisor = self._loss_scale() ** 2
@@ -125,7 +125,7 @@ class LearningRate(StepFeature):
         return self._scaling.rule == "adascale" or self._is_noise_wanted
 
     def take_noise(self, *, mean_of_squares: float, square_of_mean: float, world_size: int) -> None:
-        """Update the gradient noise for the next update, see ``GradientNoise.take``."""
+        """Update the gradient noise for the next update; see ``GradientNoise.take``."""
         self._next_noise = self._noise.take(
             mean_of_squares=mean_of_squares, square_of_mean=square_of_mean, world_size=world_size
         )

@@ -1,7 +1,7 @@
 """Training loop of one rank: steps and evaluations, in one generation after another.
 
-Between two steps is a boundary: there, evaluations run, checkpoints start, and a planned change
-ends the generation. ``trainer.step`` has the step itself.
+At the boundary between two steps, evaluations run, checkpoints start, and a planned change ends the
+generation. The step itself is in ``trainer.step``.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class TrainLoop:
         )
         """Number of samples per pass on this rank."""
         self.rates = rates_of(workload, config, plan)
-        # The extras of the rates come before the tracker's: they are saved in this order, which
-        # must stay the same for checkpoints to be comparable.
+        # The extras of the rates come before the tracker's. All extras are saved in this order,
+        # which must stay the same for checkpoints to be comparable.
         workload.extras = {**workload.extras, **self.rates.extras, **state.best_tracker.extras}
         self.undone_loss: NonFiniteLoss | None = None
-        """The loss that made the last generation end as ``nan``."""
+        """The non-finite loss that ended the last generation as ``nan``."""
         self._send = send
         self._shares = SampleShares(state, self.places)
         self.evaluations = Evaluations(
@@ -145,7 +145,7 @@ class TrainLoop:
     # --- before the first generation ---
 
     def warm_up(self, *, is_first: bool = False) -> None:
-        """Make trial passes and undo them, to find errors and to determine what a pass changes.
+        """Run trial passes and undo them, to find errors and to determine what a pass changes.
 
         Args:
             is_first: True for the job's first trainer, which logs the warnings.
@@ -213,7 +213,7 @@ class TrainLoop:
     ) -> GenerationEnd:
         """Train until a planned change, the end of the job, or a non-finite loss.
 
-        After ``nan``, the step has been undone on all ranks, and ``undone_loss`` has the loss.
+        After ``nan``, the step has been undone on all ranks, and ``undone_loss`` contains the loss.
 
         Raises:
             CommunicationError: A peer was lost. The step in flight is undone.
@@ -224,8 +224,8 @@ class TrainLoop:
         try:
             return self._run(group, gradients, hooks)
         except NonFiniteLossError as exc:
-            # This is not a failure: all ranks see the same sum, undo the same step, and leave
-            # together.
+            # This is not a failure, because all ranks see the same sum, undo the same step, and
+            # leave together.
             self.undone_loss, self.steps.in_step = exc.report, False
             return self._leave("nan")
         except Exception as exc:
@@ -283,7 +283,7 @@ class TrainLoop:
                 # The result of the job includes the scores of its last evaluation.
                 if not self.evaluations.collect(group, is_pending=self.change_pending.is_set):
                     return self._leave("planned")
-                # Each step compares only a part of the weights, from before its update.
+                # Each step compares only a part of the weights, as they were before its update.
                 if group.world_size > 1:
                     check_ranks_agree(group, self._all_weights(), step=self.step)
                 self._times.report()
@@ -336,7 +336,7 @@ class TrainLoop:
             return batches
         if group.rank == 0:
             self._log("info", text)
-        # The batches that were fetched ahead are those of the previous shares.
+        # The batches that were fetched ahead belong to the previous shares.
         return self.workload.train.batches(
             self._shares.stream(group, gradients, batch_size=self._batch_size)
         )
@@ -372,7 +372,7 @@ class TrainLoop:
         self._times.add_evaluation(time.perf_counter() - started_at)
         if not is_complete:
             return False
-        # Early stopping makes this step the last one of the job, which always has a digest.
+        # Early stopping makes this step the job's last, and the last step always gets a digest.
         is_over = self.state.best_tracker.is_over
         if is_over and not self.state.plan.is_boundary(self.state.position):
             self._report_digest(group)
@@ -437,8 +437,8 @@ class SampleShares:
             samples = self._samples_of(span, gradients)
             for part in gradients.parts(span):
                 indices = samples[part.samples.start : part.samples.stop]
-                # Seeded by the step and the shard or rank, not by the fetching process: a step that
-                # is repeated after a fault gets the same random augmentations.
+                # Seeded by the step and the shard or rank, not by the fetching process, so that a
+                # step repeated after a fault gets the same random augmentations.
                 if (faults := self._places.faults).planned:
                     indices = faults.corrupt_indices(indices, rank=group.rank, step=step)
                 yield Share(
@@ -450,18 +450,19 @@ class SampleShares:
 
     def trial_order(self) -> Indices:
         """Return samples for trial passes, in the order in which to use them."""
-        # With blocks, the first samples of an epoch are in all blocks of a window, which each rank
-        # would read for its trial. The first rows of the set are in one block.
+        # With blocks, the first samples of an epoch are spread over all blocks of a window, and
+        # each rank would read these blocks for its trial. The first rows of the set are in one
+        # block.
         if self._state.plan.layout is not None:
             return range(self._state.plan.num_train)
         return self._epoch_order(0)
 
     def _samples_of(self, span: StepRange, gradients: Gradients) -> NDArray[np.int64]:
-        # The samples of a step in the order of its shares.
+        # Returns the samples of a step in the order of its shares.
         if self._state.plan.layout is None:
             return self._epoch_order(span.epoch)[span.first : span.first + span.samples]
-        # Sorted by block, so that each share needs few of them. With ``reproducible``, the shares
-        # are those of the shards, so they do not depend on the number of ranks.
+        # Sort by block, so that each share needs few blocks. With ``reproducible``, each shard is
+        # one share, so the order does not depend on the number of ranks.
         return self._order_of_blocks(span.epoch).arrange(span.first, gradients.counts(span))
 
     def _order_of_blocks(self, epoch: int) -> BlockOrder:

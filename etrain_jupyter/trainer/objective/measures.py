@@ -66,7 +66,7 @@ class Measures:
     Per-sample values are averaged over the samples. A single number for a batch is already a mean,
     and is averaged like the loss: weighted by ``weight`` if it is set. Neither average depends on
     how the samples are split into batches. The first pass, in the warm-up, determines the names and
-    the kind of each value; all ranks make this pass with the same samples.
+    the kind of each value; all ranks run this pass on the same samples.
     """
 
     def __init__(self, metrics: Mapping[str, Metric], *, is_weighted: bool) -> None:
@@ -74,8 +74,8 @@ class Measures:
         self._is_weighted = is_weighted
         self._is_mean: dict[str, bool] | None = None
         self.spent_s = 0.0
-        """Time in the metric functions since the start of the process, in seconds. On a GPU, they
-        may only queue their work."""
+        """Time in the metric functions since the start of the process, in seconds. On a GPU, the
+        functions may only queue their work."""
 
     @property
     def names(self) -> list[str]:
@@ -159,7 +159,7 @@ def share_of_loss(value: Any, portion: Portion, *, source: str) -> torch.Tensor:
         source: Origin of the value, for messages.
 
     Raises:
-        WorkloadError: If it is neither.
+        WorkloadError: If the value is neither.
     """
     if not isinstance(value, torch.Tensor):
         raise WorkloadError(
@@ -172,7 +172,8 @@ def share_of_loss(value: Any, portion: Portion, *, source: str) -> torch.Tensor:
             f"Return the mean over the batch, or one value per sample: shape ({portion.size},)."
         )
     if portion.weight == 0:
-        # Do not multiply by zero: the mean over no samples is NaN, and NaN times zero is NaN.
+        # Do not multiply by zero, because the mean over no samples is NaN, and NaN times zero is
+        # NaN.
         return value.sum().masked_fill(torch.ones_like(value.sum(), dtype=torch.bool), 0.0)
     if value.ndim == 0:
         # A single batch is multiplied by exactly 1.0, so the result is bit-identical to a plain

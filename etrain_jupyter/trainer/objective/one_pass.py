@@ -73,7 +73,7 @@ class LossOfOutput:
         except (TypeError, ValueError, AttributeError) as exc:
             explain_call(exc, model.forward, split, self._loss is not None)
             raise
-        # In a dict without a single target, metrics find theirs themselves.
+        # If a dict has no single target, each metric gets the whole batch and finds its own target.
         has_none = split.target is None and isinstance(batch, Mapping)
         target = batch if has_none else split.target
         # If the notebook defines a loss, the model's own loss is ignored.
@@ -102,7 +102,7 @@ def _loss_terms(output: Any) -> Mapping[str, Any] | None:
 
 
 def _explain_output(exc: Exception, output: Any) -> None:
-    """Add to an exception of ``loss`` which part of a Hugging Face model's output it may need."""
+    """Add a note to a ``loss`` exception: the part of a Hugging Face output that it may need."""
     parts = (
         list(output)
         if isinstance(output, Mapping)
@@ -198,7 +198,8 @@ class OnePass(nn.Module):
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode, and restore the mode of every module afterwards."""
-    # Not model.train() at the end: the notebook may have frozen some layers in evaluation mode.
+    # Do not call model.train() at the end, because the notebook may have frozen some layers in
+    # evaluation mode.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -253,7 +254,7 @@ def _split_dict(batch: Mapping[str, Any], forward: Callable[..., Any], *, has_lo
 
 
 def _accepted(inputs: dict[str, Any], forward: Callable[..., Any]) -> dict[str, Any]:
-    # As in the Hugging Face trainer: a data set may have columns that the model does not accept.
+    # As the Hugging Face trainer does, drop columns that the model does not accept.
     parameters = inspect.signature(forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return inputs
@@ -271,10 +272,11 @@ def _accepted(inputs: dict[str, Any], forward: Callable[..., Any]) -> dict[str, 
 
 
 def explain_call(exc: Exception, forward: Callable[..., Any], split: Split, has_loss: bool) -> None:
-    """Add to an exception of the model's call how the batch may have caused it.
+    """Add a note to an exception of the model's call: how the batch may have caused it.
 
     Raises:
-        WorkloadError: Instead of it, if ``forward`` does not accept the parts of a tuple.
+        WorkloadError: Instead of the exception, if ``forward`` does not accept the parts of a
+            tuple.
     """
     inputs = dict(enumerate(split.args)) | split.kwargs
     shown = ", ".join(f"{name}: {_described(value)}" for name, value in inputs.items())

@@ -2,8 +2,8 @@
 
 A pass of weight ``w`` on any rank contributes ``w / num_samples`` times its mean loss. The sum of
 all ``w / num_samples`` is exchanged together with the loss, and the summed losses and gradients are
-divided by it. The result is ``sum(w * loss) / sum(w)`` over all passes of all ranks, and does not
-depend on how the step was split.
+divided by this sum. The result is ``sum(w * loss) / sum(w)`` over all passes of all ranks, and does
+not depend on how the step was split.
 
 Weights are measured in a unit: a power of two, chosen so that samples of the previous step had a
 mean weight of about 1. So gradients before the division are about as large as without ``weight``,

@@ -7,8 +7,8 @@ AUROC is not a mean over batches. Here each run of consecutive batches (the shar
     every rank    update the states of its runs with its batches -> all ranks gather all states
                   -> merge them in the order of the runs -> compute
 
-So all ranks compute the same value as a single process. With ``reproducible`` it is bit for bit the
-same, because the runs then do not depend on the number of ranks.
+So all ranks compute the same value as a single process. With ``reproducible``, the value is
+bit-identical, because the runs then do not depend on the number of ranks.
 
 The synchronization built into torchmetrics is disabled, because it gathers by rank, in a collective
 that cannot be aborted. torchmetrics objects are recognized by the names of their classes, because
@@ -223,7 +223,7 @@ def _unpack(metrics: Sequence[WholeSetMetric], tensors: Mapping[str, torch.Tenso
 
 
 def _can_merge(reduction: Any, *, is_list: bool) -> bool:
-    # With None, torchmetrics would only gather the states. Lists can be concatenated, tensors
+    # With None, torchmetrics would only gather the states. Lists can be concatenated, but tensors
     # cannot.
     if reduction is None:
         return is_list

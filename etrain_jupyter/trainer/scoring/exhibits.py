@@ -93,7 +93,7 @@ def _number_of(value: Any) -> float | None:
 
 
 def _exhibit_of(name: str, value: Any) -> Exhibit:
-    # Check the name first: drawing a figure takes time.
+    # Check the name first, because drawing a figure takes time.
     format = _format_of(name, value)
     try:
         check_name(name)
@@ -127,7 +127,7 @@ def _format_of(name: str, value: Any) -> ExhibitFormat:
 
 
 def _is_a(value: Any, module: str, kind: str) -> bool:
-    # The value's class can only be of a module that is already imported.
+    # The module that defines the value's class is already imported.
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, kind))
 

@@ -31,7 +31,7 @@ def pack_records(returned: Any, samples: range) -> bytes:
         samples: Positions of the batch's samples in data.eval.
 
     Raises:
-        WorkloadError: If it is something else, or has the wrong number of records.
+        WorkloadError: If ``returned`` is something else, or has the wrong number of records.
     """
     kind, columns = _columns_of(returned)
     for name, column in columns.items():
@@ -42,7 +42,7 @@ def pack_records(returned: Any, samples: range) -> bytes:
                 f"{len(samples)} samples (positions {samples.start} to {samples.stop - 1} of "
                 f"data.eval). {_HOW}"
             )
-    # By value: the records may be of a class that the notebook defines.
+    # Pickle by value, because the notebook may define the class of the records.
     data: bytes = cloudpickle.dumps((kind, _to_host(columns)))
     return data
 
@@ -63,7 +63,7 @@ def _columns_of(returned: Any) -> tuple[str, dict[Any, Any]]:
     """Return how the records are stored (``one`` column, ``tuple`` or ``dict``), and the columns.
 
     Raises:
-        WorkloadError: If it is none of these.
+        WorkloadError: If ``returned`` is none of these.
     """
     if isinstance(returned, list):
         return "one", {0: returned}

@@ -2,7 +2,7 @@
 
 ``python -m etrain_jupyter.trainer.scoring.score_main PARENT BUNDLE RECORDS NUM_BYTES RESULT``: the
 process ID of the trainer, three descriptors, and the size of the records. The process writes its
-outcome to the third descriptor. It ends with the trainer, whatever ends that.
+outcome to the third descriptor. The process ends when the trainer does, for whatever reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from etrain_jupyter.trainer.scoring.exhibits import result_of
 from etrain_jupyter.trainer.scoring.records import unpack_all
 
 NICENESS = 5
-"""Training goes first where the processes compete for a core."""
+"""Training has priority where the processes compete for a core."""
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Run ``eval.score`` in a process of its own, next to training.
 
 A thread of the trainer waits for the process, reads what it returned, and sends the exhibits. The
-training loop only asks, after each step, whether the thread has ended: figures of 4 MB would stall
-it for several steps.
+training loop only checks after each step whether the thread has ended, because sending figures of 4
+MB would stall the loop for several steps.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Scoring(Protocol):
     """A run of ``eval.score``."""
 
     def poll(self) -> dict[str, float] | None:
-        """Return the scores; None while it is running, and until all exhibits are sent.
+        """Return the scores; None until ``score`` has ended and all exhibits are sent.
 
         Raises:
-            ScoreError: If it failed.
+            ScoreError: If ``score`` failed.
         """
         ...
 
     def stop(self) -> None:
-        """Stop it, if it is running."""
+        """Stop the run, if it has not ended."""
         ...
 
 
@@ -88,8 +88,9 @@ class ScoreProcess:
         module = "etrain_jupyter.trainer.scoring.score_main"
         fds = (bundle_fd, records.fileno(), self._result.fileno())
         numbers = (os.getpid(), fds[0], fds[1], records.num_bytes, fds[2])
-        # The process watches its standard input, which ends with this process; on Linux, the kernel
-        # also kills it when the thread that started it ends, so that must be the main thread.
+        # The process watches its standard input, which closes when this trainer exits. On Linux,
+        # the kernel also kills the process when the thread that started it ends, so the main thread
+        # must start it.
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, numbers)],
             stdin=subprocess.PIPE,
@@ -106,7 +107,7 @@ class ScoreProcess:
         self._thread.start()
 
     def poll(self) -> dict[str, float] | None:
-        """Return the scores; None while the process is running, and until all exhibits are sent.
+        """Return the scores; None until the process has ended and all exhibits are sent.
 
         Raises:
             ScoreError: If ``score`` raised, or its process crashed.

@@ -49,7 +49,7 @@ POLL_S = 0.02
 """Interval at which ranks that wait for scores exchange their state."""
 
 LOG_WAIT_S = 10.0
-"""Ranks that wait for scores for this many seconds log it."""
+"""After this many seconds, ranks log that they are waiting for scores."""
 
 SHARE_BYTES = 64 << 20
 """Maximum size of the parts that all ranks exchange before a planned change."""
@@ -73,7 +73,7 @@ class _Layout(NamedTuple):
 class SetScores:
     """The passes of ``eval.predict`` and ``eval.score`` of one job on one rank.
 
-    All methods run in the main thread. Those with a group are collectives.
+    All methods run in the main thread. Methods that take a group are collectives.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SetScores:
     # --- the phases of a pass ---
 
     def resume(self, group: RankGroup, is_pending: IsPending) -> bool:
-        """Continue a complete pass whose scores may be missing, at the start of a generation.
+        """At the start of a generation, continue a complete pass whose scores may be missing.
 
         Returns:
             False if a planned change interrupted it.
@@ -159,7 +159,7 @@ class SetScores:
         Returns:
             False if a planned change interrupted it.
         """
-        # All ranks must agree, and this rank may know more than the others.
+        # All ranks must agree, and this rank may know the scores before the others do.
         if self._is_settled(group):
             return True
         log_at = time.monotonic() + LOG_WAIT_S
@@ -211,16 +211,16 @@ class SetScores:
         self.report(group.generation)
 
     def _learn(self, record: dict[str, Any]) -> None:
-        # The ranks learn it at different steps. Each keeps it, and rank 0 of each generation sends
-        # what the log lacks; the coordinator ignores duplicates.
+        # The ranks receive the record at different steps. Each rank keeps it, and rank 0 of each
+        # generation sends the records missing from the log. The coordinator ignores duplicates.
         if record != self.record:
             self.record = record
             self._send({"step": self._state.step, "scored": record})
 
     def report(self, generation: int) -> None:
         """Report the scores, if this rank knows them."""
-        # Repeated at the start of each generation, because the rank that reported them may have
-        # died. The coordinator ignores duplicates.
+        # The report is repeated at the start of each generation, because the rank that sent it may
+        # have died. The coordinator ignores duplicates.
         if self.record is not None and self._pass == self._state.score_pass:
             self._send(EvalScoreFound(generation=generation, record=self.record))
 
@@ -237,7 +237,7 @@ class SetScores:
     # --- what the ranks hold ---
 
     def _adopt_pass(self) -> None:
-        # Records of another pass are of other weights.
+        # The records of another pass belong to other weights.
         if self._pass != self._state.score_pass:
             self.close()
             self._pass, self.record = self._state.score_pass, None
@@ -296,8 +296,8 @@ class SetScores:
 
     @property
     def _part_size(self) -> int:
-        # The same on all ranks in all generations. With ``batch.micro: auto``, each rank has its
-        # own micro-batch size, and splits a part into as many batches as necessary.
+        # The size is the same on all ranks in all generations. With ``batch.micro: auto``, each
+        # rank has its own micro-batch size, and splits a part into as many batches as necessary.
         size = None if self._micro.is_auto else self._micro.size
         return size or self._state.plan.global_batch_size
 
@@ -343,7 +343,7 @@ class SetScores:
         shares = (evaluation_share(part, job_seed=seed, step=step) for part in batches)
         fetched = workload.eval.batches(shares)
         for samples, (_, batch) in zip(batches, fetched, strict=True):
-            # Seeded by the position in the set: any rank would draw the same numbers.
+            # Seeded by the position in the set, so that any rank would draw the same numbers.
             seed_all(seed, step=step, rank=samples.start)
             yield pack_records(workload.predict_batch(batch), samples)
 
@@ -372,8 +372,8 @@ class SetScores:
         """Copy all parts to all ranks, because any of them may be about to leave."""
         assert self._spool is not None
         layout, spool = self._lay_out(group, num_parts), self._spool
-        # A leave must not wait for long. Beyond the limit, the parts of a rank that leaves are
-        # evaluated again.
+        # A leaving rank must not wait for long. Above the limit, the parts of a rank that leaves
+        # are evaluated again instead.
         if group.world_size == 1 or layout.num_bytes > SHARE_BYTES:
             return
         done = 0
@@ -405,7 +405,8 @@ class SetScores:
         fill: Callable[[int, memoryview], None],
         records: RecordFile | None,
     ) -> None:
-        # ``_records`` is set only once it is complete: a peer may be lost in between.
+        # ``_records`` is set only once the file is complete, because a peer may be lost in the
+        # meantime.
         try:
             stream(group, num_bytes, fill, records.append if records is not None else None)
         except BaseException:
@@ -419,7 +420,7 @@ class SetScores:
     def _start(self, group: RankGroup) -> None:
         assert self._records is not None
         # The exhibits are sent before the scores are known here, so that a log with the scores also
-        # has the exhibits.
+        # contains the exhibits.
         send = functools.partial(self._send_exhibit, group.generation, self._pass.step)
         self._scoring = self._scorer.start(self._records, send)
         self._scoring_since = time.monotonic()

@@ -55,12 +55,12 @@ class Spool:
             self._end += length
 
     def fill(self, starts: Mapping[int, int], position: int, window: memoryview) -> None:
-        """Write this spool's bytes of a window of the merged records.
+        """Write this spool's bytes into a window of the merged records.
 
         Args:
             starts: Position of each part in the merged records, for parts that this rank sends.
             position: Position of the window.
-            window: Receives the bytes; the rest of it is left as it is.
+            window: Receives the bytes; its other bytes are left unchanged.
         """
         for part, start in starts.items():
             offset, length = self._places[part]

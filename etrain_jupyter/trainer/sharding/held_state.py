@@ -120,9 +120,10 @@ class Layout:
         return self.parameters[part.param].detach().view(-1)[part.first : part.stop]
 
     def gradient(self, part: Slice) -> torch.Tensor | None:
-        """Return the same part of its gradient; None if it has none."""
+        """Return the same part of the parameter's gradient; None if there is no gradient."""
         grad = self.parameters[part.param].grad
-        # A gradient may have other strides than its contiguous parameter; ``reshape`` copies then.
+        # The strides of a gradient may differ from those of its contiguous parameter; ``reshape``
+        # then copies the gradient.
         return None if grad is None else grad.reshape(-1)[part.first : part.stop]
 
 
@@ -149,7 +150,7 @@ class HeldShard:
             indices = [self._places[id(parameter)] for parameter in group["params"]]
             mine = [by_index[index] for index in indices if index in by_index]
             groups.append({**group, "params": mine})
-        # As torch does when it unpickles an optimizer: a class's constructor may take other
+        # Restore the optimizer as torch does when it unpickles one. The constructor may take other
         # arguments than it keeps as ``defaults``, and may reject a group without parameters.
         self.optimizer = template.__class__.__new__(template.__class__)
         self.optimizer.__setstate__(
@@ -158,7 +159,7 @@ class HeldShard:
 
     def step(self) -> None:
         """Update this shard's weights."""
-        # A schedule changes the template's groups.
+        # Copy the template's options, because a schedule changes them.
         for own, theirs in zip(
             self.optimizer.param_groups, self._template.param_groups, strict=True
         ):
@@ -197,7 +198,7 @@ class HeldShard:
     # --- as a source of state ---
 
     def form(self, index: int) -> Form | None:
-        """Return the form of a parameter's state; None if it has no state, or none is here."""
+        """Return the form of a parameter's state; None if this rank has no state for it."""
         for part in self.parts:
             if part.param == index and (state := self.state_of(part)):
                 return Form.of(self._layout.names[index], state)

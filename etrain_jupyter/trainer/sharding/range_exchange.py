@@ -94,7 +94,7 @@ def exchange_moves(
     read: Callable[[Range], list[torch.Tensor]],
     slots: Callable[[Range], list[torch.Tensor]],
 ) -> None:
-    """Make moves of ranges between the ranks.
+    """Move ranges between the ranks.
 
     Args:
         group: The generation's process group.

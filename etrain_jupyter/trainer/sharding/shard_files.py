@@ -1,8 +1,8 @@
-"""Optimizer state in the files of a checkpoint, of which a rank reads only its ranges.
+"""Optimizer state in the files of a checkpoint; each rank reads only its own ranges.
 
 The files have one entry ``INDEX.NAME`` for each tensor of the state, or several entries
-``INDEX.NAME@FIRST:STOP`` if ranks wrote parts of it. So they do not depend on the number of ranks
-that wrote them or that read them::
+``INDEX.NAME@FIRST:STOP`` if several ranks wrote parts of the tensor. So any number of ranks can
+read the files, regardless of how many wrote them::
 
     files     optimizer-1-of-3          optimizer-2-of-3          optimizer-3-of-3
     entries   0.exp_avg  1.exp_avg@0:64 | 1.exp_avg@64:99  2.exp_avg | 3.exp_avg
@@ -40,8 +40,8 @@ _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format."""
 
 Table = dict[str, list[Any]]
-"""Entries of a file by name: type, offset of the first byte, and of the byte after the last. A
-scalar's fourth item is its value. It can be sent as JSON."""
+"""Entries of a file by name: the type, the offset of the first byte, and the offset of the byte
+after the last. A scalar's entry has its value as the fourth item. A table can be sent as JSON."""
 
 
 def read_table(file: PartBlocks) -> Table:
@@ -75,7 +75,7 @@ def read_table(file: PartBlocks) -> Table:
 
 
 class _Cached:
-    """Reads small ranges that are next to each other: keeps the last block."""
+    """Reads small, adjacent ranges; keeps the last block in memory."""
 
     def __init__(self, file: PartBlocks) -> None:
         self._file = file
@@ -100,7 +100,7 @@ class _Entry(NamedTuple):
     """Elements of the parameter."""
     file: PartBlocks
     at: int
-    """Offset of the first one."""
+    """Offset of the first element."""
     dtype: torch.dtype
 
 
@@ -187,7 +187,7 @@ class ShardFiles:
         return num_bytes
 
     def _plan(self, shards: Sequence[NewShard]) -> dict[tuple[PartBlocks, int], list[_Copy]]:
-        # By block, so that each is read once, although two shards may need it.
+        # Plan by block, so that each block is read once even if two shards need it.
         copies: dict[tuple[PartBlocks, int], list[_Copy]] = {}
         for shard in shards:
             for part in shard.parts:

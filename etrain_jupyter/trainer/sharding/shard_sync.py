@@ -3,12 +3,12 @@
 This happens while a generation forms, on all ranks together::
 
     report      each rank reports its step and which state it has
-    complete    ranks that have the gradients of the newest step, but not its update, make it
-    repair      ranks that lack weights of shards that they do not hold receive them
+    complete    ranks that have the gradients of the newest step, but not its update, apply it
+    repair      ranks receive missing weights of the shards that they do not hold
     (chain)     new ranks receive everything but the optimizer's state: see ``transfer``
     divide      each rank receives the parts of its new shards that it does not have
 
-A rank keeps its old shards until all ranks have their new ones. So a rank that is lost in between
+A rank keeps its old shards until all ranks have their new ones. So losing a rank in the meantime
 costs no state either, unless it was the neighbor of another lost rank.
 """
 
@@ -40,7 +40,7 @@ NO_STEP = -1
 
 
 class ShardsLostError(CommunicationError):
-    """No rank has some part of the optimizer's state. It is in the newest checkpoint only."""
+    """Part of the optimizer's state is on no rank; only the newest checkpoint has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +51,11 @@ class RankReport:
     """Newest committed step; ``NO_STEP`` without a state."""
     num_evals: int = 0
     is_prepared: bool = False
-    """True if it has complete gradients for the next step, but has not updated its shards."""
+    """True if the rank has complete gradients for the next step, but has not updated its shards."""
     is_stale: bool = False
     """See ``ShardedOptimizer.is_stale``."""
     spans: tuple[Range, ...] = ()
-    """Ranges whose optimizer state it has."""
+    """Ranges whose optimizer state the rank has."""
 
     def to_json(self) -> list[Any]:
         """Return this report as JSON."""
@@ -77,10 +77,10 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncPlan:
-    """The part of each rank in the synchronization; the same on all ranks."""
+    """Each rank's part in the synchronization; all ranks compute the same plan."""
 
     completing: tuple[int, ...]
-    """Ranks that make the update for which they are prepared."""
+    """Ranks that apply the update for which they are prepared."""
     held: Mapping[int, tuple[Range, ...]]
     """Ranges of the newest state, by the rank that has them."""
     stale: tuple[int, ...]
@@ -98,11 +98,11 @@ def plan_sync(reports: Sequence[RankReport], size: int, *, is_restored: bool = F
         reports: The ranks' reports, by rank.
         size: Number of elements whose state is divided.
         is_restored: Rank 0 has loaded a checkpoint, so that other states do not count. All ranks
-            have read their shards from it, or dropped them.
+            have read their shards from the checkpoint, or have dropped them.
     """
     newest = max(report.step for report in reports)
     if is_restored or newest == NO_STEP:
-        # At the start of a job, all ranks have initial weights, but rank 0's apply.
+        # At the start of a job, all ranks have initial weights, but only rank 0's count.
         held = {0: reports[0].spans}
         if is_restored:
             held = {rank: report.spans for rank, report in enumerate(reports) if report.spans}
@@ -120,7 +120,8 @@ def plan_sync(reports: Sequence[RankReport], size: int, *, is_restored: bool = F
     # An update changes the weights of a rank's own shards only.
     stale = [r for r in completing if subtract(everything, held[r])]
     stale += [r for r in current if reports[r].is_stale]
-    # Rank 0 may have evaluated these weights before another rank has: same state, other counters.
+    # Rank 0 may have evaluated these weights before another rank has. The states are then the same,
+    # but the counters differ.
     evals = reports[0].num_evals
     behind = [r for r in range(1, len(reports)) if r not in held or reports[r].num_evals != evals]
     return SyncPlan(
@@ -202,8 +203,9 @@ class ShardSync:
             moves = plan_moves(plan.held, wanted)
             forms = self._gather_forms(plan)
             new = self._build(plan, moves, forms)
-            # A rank that is lost before this point leaves all others with their old shards. If one
-            # is lost from now on, some may have dropped them: then all new shards are complete.
+            # If a rank is lost before this point, all other ranks still have their old shards. If
+            # one is lost later, some ranks may have dropped their old shards, but then all new
+            # shards are complete.
             shards.replace(new)
             group.all_reduce(torch.zeros(1)).wait()
             num_bytes = sum(self._num_bytes(move.span, forms) for move in moves)

@@ -1,17 +1,19 @@
-"""An optimizer of which each rank updates two shards: its own, and a copy of the next rank's.
+"""An optimizer in shards: each rank updates its own shard and a copy of the next rank's.
 
-Every rank has all weights and, after the sum over the ranks, all gradients. So it can update any
-part of the weights by itself, and no optimizer state is sent in a step. The updated weights are: a
-rank sends its own shard to all ranks but the previous one, which has updated the same shard.
+Every rank has all weights and, after the sum over the ranks, all gradients. So a rank can update
+any part of the weights by itself, and no optimizer state is sent in a step. Only updated weights
+are sent. A rank sends its own shard to all ranks except the previous one, which has updated the
+same shard.
 
-Four rules keep both copies equal, whenever a rank is lost:
+Four rules keep both copies equal, no matter when a rank is lost:
 
 1. Only the death of a process interrupts an update: both shards are updated before a failure of the
-   group is looked at.
+   group is checked.
 2. No rank updates before all ranks have complete gradients (``before_update`` waits for that).
-3. So if some rank has updated, every survivor has complete gradients and makes the same update by
-   itself, as the next generation forms (``shard_sync``). If no survivor has, the step is undone.
-4. Weights of other shards are a copy that may be stale: after a failure they are sent again.
+3. So if some rank has updated, every survivor has complete gradients and applies the same update by
+   itself while the next generation forms (``shard_sync``). If no survivor has updated, the step is
+   undone.
+4. A rank's copy of the weights of other shards may be stale, so it is sent again after a failure.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ from etrain_jupyter.trainer.state.packing import Tensors
 class ShardedOptimizer(StepFeature):
     """The shards that this rank updates.
 
-    The job's optimizer remains the owner of the parameter groups, and has no state of its own; its
-    ``step`` updates the shards.
+    The job's optimizer still owns the parameter groups, but has no state of its own. Its ``step``
+    updates the shards.
 
     Args:
         optimizer: The job's optimizer, before its first step.
@@ -68,7 +70,7 @@ class ShardedOptimizer(StepFeature):
         self.previous: list[HeldShard] = []
         """The shards of the previous generation, until all ranks have received their new ones."""
         self.is_stale = False
-        """True if this rank may have old weights in the shards that it does not hold."""
+        """True if this rank may have stale weights in the shards that it does not hold."""
         self._spread: RangeExchange | None = None
         self._in_flight: Pending | None = None
         self._initial = self._take_initial()
@@ -79,7 +81,8 @@ class ShardedOptimizer(StepFeature):
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
 
     def _take_initial(self) -> dict[int, tuple[Form, dict[str, float]]]:
-        # Some optimizers create their state in the constructor, with the same value everywhere.
+        # Some optimizers create their state in the constructor, with the same value in every
+        # element.
         initial = {}
         for index, parameter in enumerate(self.layout.parameters):
             if (state := self._optimizer.state.get(parameter)) and parameter.numel():
@@ -89,7 +92,7 @@ class ShardedOptimizer(StepFeature):
         return initial
 
     def restart(self) -> None:
-        """Replace the state by that before the first step."""
+        """Reset the state to what it was before the first step."""
         self.drop()
         whole = HeldShard(self.layout, (0, self.layout.size), self._optimizer)
         vectors = {}
@@ -107,7 +110,8 @@ class ShardedOptimizer(StepFeature):
         """Prepare the exchange of weights in a generation whose ranks hold their shards."""
         own = {rank: self._weights_of(rank) for rank in range(group.world_size)}
         me, size = group.rank, group.world_size
-        # The previous rank has the shard already, and two ranks have both.
+        # The previous rank already has this rank's shard. If there are only two ranks, each has
+        # both shards.
         others = [rank for rank in range(size) if size > 2 and rank != me]
         sends = {rank: own[me] for rank in others if rank != (me - 1) % size}
         receives = {rank: own[rank] for rank in others if rank != (me + 1) % size}
@@ -124,7 +128,7 @@ class ShardedOptimizer(StepFeature):
     # --- one step ---
 
     def step(self, closure: object = None) -> None:
-        """Update both shards, and start to exchange the weights; failures show in ``settle``."""
+        """Update both shards, and start to exchange the weights; ``settle`` reports failures."""
         # main thread       update own shard ── update copy ── commit ── wait
         # exchange thread                    └─ send own shard, receive the others ─┘
         own, *copies = self.held
@@ -134,7 +138,7 @@ class ShardedOptimizer(StepFeature):
             try:
                 self._in_flight = self._spread.start()
             except CommunicationError:
-                self._in_flight = None  # ``settle`` raises: first the other shard
+                self._in_flight = None  # ``settle`` raises; first update the other shard
         for copy in copies:
             copy.step()
 
@@ -142,15 +146,16 @@ class ShardedOptimizer(StepFeature):
         """Wait until all ranks have complete gradients.
 
         Raises:
-            CommunicationError: A peer is lost; the next generation decides about the update.
+            CommunicationError: A peer is lost; the next generation decides whether the update
+                counts.
         """
-        # No rank updates its shards before all ranks can. Otherwise, a rank could be the only one
-        # that has updated, and die or be alone with two of the shards:
+        # No rank updates its shards before all ranks can. Otherwise, a single rank could have
+        # updated, and then die, or survive with only two of the updated shards:
         #
         #     rank 0   gradients complete ── agreed ── update
         #     rank 1   gradients complete ── agreed ── update
         #     rank 2   gradients complete ── lost a peer: may update once it knows that rank 0 or
-        #              rank 1 has, see ``shard_sync``
+        #              rank 1 has; see ``shard_sync``
         if step.group.world_size == 1:
             return
         step.reach("agree")
@@ -178,7 +183,7 @@ class ShardedOptimizer(StepFeature):
 
     @property
     def sources(self) -> list[HeldShard]:
-        """All state that this rank has."""
+        """All shards whose state this rank has."""
         return [*self.held, *self.previous]
 
     @property
@@ -187,11 +192,11 @@ class ShardedOptimizer(StepFeature):
         return [source.span for source in self.sources]
 
     def form(self, index: int) -> Form | None:
-        """Return the form of a parameter's state; None if it has none, or none is here."""
+        """Return the form of a parameter's state; None if this rank has no state for it."""
         return next((f for source in self.sources if (f := source.form(index))), None)
 
     def drop(self) -> None:
-        """Forget all state: another rank's applies, or that of a checkpoint."""
+        """Forget all state, because that of another rank or of a checkpoint applies."""
         self.held, self.previous = [], []
 
     def replace(self, new: Sequence[NewShard]) -> None:
@@ -204,7 +209,7 @@ class ShardedOptimizer(StepFeature):
             self.held.append(held)
 
     def adopt(self, rank: int, world_size: int) -> None:
-        """All ranks hold their shards of ``world_size``: drop the old ones."""
+        """Drop the old shards, because all ranks hold their shards for ``world_size`` ranks."""
         self.rank, self.world_size = rank, world_size
         self.previous = []
 

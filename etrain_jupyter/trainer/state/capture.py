@@ -1,6 +1,6 @@
 """Capture a trainer's complete state as named tensors and a JSON header, and load it again.
 
-The prefix of a name identifies the owner of a tensor:
+The prefix of a tensor's name identifies its owner:
 
 ==============  ==========================================================
 ``model.``      entries of the model's ``state_dict``
@@ -186,9 +186,10 @@ def living_tensors(model: nn.Module) -> Tensors:
 def own_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, extras: Extras = NO_EXTRAS
 ) -> Tensors:
-    """Return the tensors of all components into which a new state can be written."""
+    """Return all components' tensors into which a new state can be written."""
     own: Tensors = {}
-    # A component may return copies. Writing into them does no harm: it loads them afterwards.
+    # A component may return copies. Writing into them does no harm, because the component loads
+    # them afterwards.
     for name, part in extras.items():
         pack(part.state_dict(), name=EXTRA + name, tensors=own)
     # An optimizer that overrides ``state_dict`` may return copies.

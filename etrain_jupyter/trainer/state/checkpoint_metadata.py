@@ -1,7 +1,8 @@
 """Checkpoint metadata, and loading a checkpoint into a job that has changed in the meantime.
 
 There is no RNG state: random numbers depend only on the seed, the step and the rank or shard, and
-the order of the samples only on the seed and the epoch. ``seed`` and the counters are sufficient.
+the order of the samples depends only on the seed and the epoch. ``seed`` and the counters are
+sufficient.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def put_checkpoint(
         workload: The workload to load the state into.
         header: Contents of ``state.json``.
         tensors: The tensors by name.
-        config: The cell's config; None to keep the optimizer options in the checkpoint.
+        config: The cell's config; None to keep the optimizer options from the checkpoint.
         warn: Called with the text of each warning.
 
     Raises:
@@ -112,7 +113,7 @@ def put_checkpoint(
 
 
 def is_of_optimizer(header: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a checkpoint's optimizer state is of this class of optimizers."""
+    """Return True if a checkpoint's optimizer state belongs to this class of optimizers."""
     return bool(header["about"]["optimizer"] == _kind_of(optimizer))
 
 

@@ -34,7 +34,7 @@ class CheckpointPace:
         return now - self._last_at >= self.interval_s
 
     def restart(self, now: float) -> None:
-        """Restart the interval: a checkpoint has started."""
+        """Restart the interval, because a checkpoint has started."""
         self._last_at = now
 
     def retry_soon(self, now: float) -> None:
@@ -79,7 +79,7 @@ class CheckpointPolicy:
         if self._every is not None:
             return self._every.is_due(before, after, now=now)
         # Only rank 0 knows the age of the newest checkpoint. A rank that becomes rank 0 later
-        # learns it from the coordinator, see ``CheckpointPace.adopt``.
+        # learns it from the coordinator; see ``CheckpointPace.adopt``.
         return is_rank_0 and self.pace.is_due(now)
 
     def take_step(
@@ -105,8 +105,8 @@ class CheckpointPolicy:
             if self._every is not None and not self._is_requested.is_set():
                 self._every.restart(now)
         # The ranks agreed on a checkpoint in the step's header, and the other ranks are already
-        # writing their parts. So it is owed even if the coordinator has reported a newer checkpoint
-        # since, after which it would no longer be due.
+        # writing their parts. So the checkpoint is owed even if the coordinator has since reported
+        # a newer one, after which it would otherwise no longer be due.
         if is_agreed and is_rank_0:
             self._is_owed = True
 

@@ -39,7 +39,7 @@ BEST_RETRY_S = (5.0, 10.0, 20.0, 40.0, 60.0)
 
 
 NUM_USUAL = 31
-"""Number of steps without a checkpoint; their median duration is the usual step time."""
+"""Number of steps without a checkpoint whose median duration is the usual step time."""
 MIN_USUAL = 5
 """With fewer steps, there is no usual step time yet, and no slowdown is reported."""
 
@@ -177,7 +177,7 @@ class CheckpointWriter:
     def has_better(self, copy: StateCopy) -> bool:
         """Return True if better weights than those in the failed ``copy`` are being saved.
 
-        A copy with ``best_steps`` is submitted only if it is better than those before it.
+        A copy with ``best_steps`` is submitted only if it is better than the copies before it.
         """
         return any(other.best_steps and other is not copy for other in self._under_way)
 
@@ -190,9 +190,9 @@ class CheckpointWriter:
 
         Args:
             copy: The copy that failed.
-            generation: The current generation, for which it is written.
-            needs_success: Write it only if the checkpoint before it succeeds, which proves that the
-                store is available again.
+            generation: The current generation, for which the copy is written.
+            needs_success: Write the copy only if the checkpoint before it succeeds, which proves
+                that the store is available again.
         """
         self._enter(
             _Waiting(copy=copy, generation=generation, is_retry=True, needs_success=needs_success)
@@ -208,7 +208,8 @@ class CheckpointWriter:
             with contextlib.suppress(queue.Empty):
                 self._forget(self._waiting.get_nowait().copy)
             self._waiting.put_nowait(waiting)
-            # One task per copy: a task whose copy was replaced finds the queue empty and ends.
+            # Submit one task per copy. A task whose copy was replaced finds the queue empty and
+            # ends.
             self._run(self._take_waiting)
         self._under_way.append(waiting.copy)
 
@@ -269,8 +270,8 @@ class CheckpointWriter:
             raise
 
     def _write(self, copy: StateCopy) -> None:
-        # Two reports: a result for the main thread, which manages the copy's memory, and a message
-        # to the coordinator, which may be waiting for this checkpoint.
+        # Send two reports: a result for the main thread, which manages the copy's memory, and a
+        # message to the coordinator, which may be waiting for this checkpoint.
         try:
             manifest = self._commit(copy)
         except CheckpointError as exc:

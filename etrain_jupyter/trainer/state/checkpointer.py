@@ -119,7 +119,7 @@ class Checkpointer(BoundaryHooks):
         )
 
     def leave(self) -> None:
-        """End the generation: rank 0 writes the files that the other ranks have not delivered."""
+        """End the generation; rank 0 then writes any files that the other ranks did not deliver."""
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
@@ -147,13 +147,13 @@ class Checkpointer(BoundaryHooks):
         # main thread    copy 10 ......     owed ...... copy 23   copy 30
         # writer              +-- write 10 -----------+    +- write 23 -+
         rank, generation = boundary.group.rank, boundary.group.generation
-        # Read this before the results, so that none of them is missing if the writer has finished.
+        # Read this before the results, so that no result is missing if the writer has finished.
         is_writing = self._writer.is_busy
         self._take_results()
         self._slowdown.take_step(boundary.step_s, is_writing=self._was_writing)
         self._was_writing = is_writing
         is_done = self._state.is_done
-        # Rank 0 does not start a checkpoint after the last step either, see below.
+        # Rank 0 does not start a checkpoint after the last step either; see below.
         if boundary.is_save_agreed and rank != 0 and not is_done:
             self._write_shard()
         now = time.monotonic()
@@ -262,7 +262,8 @@ class Checkpointer(BoundaryHooks):
             else:
                 self._write_shard()
                 self._shard_writer.wait()
-        # Until rank 0 has committed the checkpoint: leaving would end the exchange with it.
+        # Wait until rank 0 has committed the checkpoint, because leaving would end the exchange
+        # with rank 0.
         group.all_reduce(torch.zeros(1)).wait()
 
     def wait(self) -> None:
@@ -331,7 +332,7 @@ class Checkpointer(BoundaryHooks):
 
     def _take_failure(self, failure: CopyFailed) -> None:
         copy = failure.copy
-        # A scheduled checkpoint is not retried with this copy, because a newer state exists by
+        # A scheduled checkpoint is not retried with this copy, because a newer state will exist by
         # then. The best weights exist only in this copy, so it is kept until it is durable or
         # superseded.
         if not copy.best_steps or copy.is_partial:

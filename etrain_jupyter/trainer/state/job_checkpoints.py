@@ -8,7 +8,7 @@ the steps at which the generations began::
     generation 2               20 ---------- 35 ...
 
 Generation 2 began at step 20, so the checkpoints of generation 1 up to step 20 belong to the job.
-Those of steps 30 and 40 do not; they are never restored, and will be replaced.
+Its checkpoints at steps 30 and 40 do not; they are never restored, and will be replaced.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class JobCheckpoints:
     def claim(self, step: int, generation: int, writers: Writers) -> None:
         """Prepare to write a step, unless a later generation is already writing to the store.
 
-        An invalid checkpoint of the same step is removed, because a commit never replaces one.
+        An invalid checkpoint of the same step is removed, because a commit never replaces a
+        checkpoint.
 
         Raises:
             CheckpointError: If a later generation has already saved a checkpoint, so that this rank
@@ -122,7 +123,7 @@ class JobCheckpoints:
 
         Args:
             logged_step: Last step in the log.
-            is_divided: Leave out the optimizer's state: each rank reads its part.
+            is_divided: Leave out the optimizer's state, of which each rank reads its own part.
             refused: Steps that cannot be used, with the reason.
 
         Returns:

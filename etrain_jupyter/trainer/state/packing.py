@@ -29,7 +29,7 @@ def pack(value: Any, *, name: str, tensors: Tensors) -> Any:
     Args:
         value: Nested dicts, lists and tuples of numbers, strings, tensors and arrays.
         name: The path of this value, used in tensor names and messages.
-        tensors: Collects the tensors; not copies.
+        tensors: Collects the tensors, without copying them.
 
     Raises:
         StateError: If the value contains anything else.

@@ -32,8 +32,8 @@ AVERAGE = "ema"
 """Name of the averaged weights in the state."""
 
 DIVIDED = "is_divided"
-"""Key in ``state.json`` that is true if the files of the optimizer's state, not ``state.json``,
-list its tensors, because each rank has written those that it had."""
+"""Key in ``state.json``. It is true if the optimizer's tensors are listed in the files of its state
+instead of in ``state.json``, because each rank has written the tensors that it had."""
 
 _SHARD = re.compile(r"optimizer-(\d{5})-of-(\d{5})\.safetensors")
 

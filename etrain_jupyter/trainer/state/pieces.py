@@ -23,7 +23,7 @@ def copy_in_pieces(
         beat()
         return
     # Split along the longest dimension, which allows the most pieces. Slices work with any memory
-    # layout: a flat view would need contiguous tensors.
+    # layout, whereas a flat view would need contiguous tensors.
     longest = max(range(source.dim()), key=lambda dim: source.shape[dim])
     count = min(source.shape[longest], -(-source.nbytes // PIECE_BYTES))
     pairs = zip(target.chunk(count, longest), source.chunk(count, longest), strict=True)

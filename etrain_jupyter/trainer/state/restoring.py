@@ -51,7 +51,7 @@ def restore(
 ) -> list[dict[str, Any]]:
     """Load the parts of one checkpoint and return the records of its last steps.
 
-    A divided optimizer state is not loaded: see ``read_shards``.
+    A divided optimizer state is not loaded; see ``read_shards``.
 
     Raises:
         CheckpointError: If the checkpoint belongs to another model.
@@ -72,7 +72,7 @@ def restore(
 def _load_optimizer(
     workload: Workload, header: dict[str, Any], files: dict[str, Path], tensors: Tensors
 ) -> dict[str, Any]:
-    """Add the optimizer's tensors, unless its state is divided; return the header that fits."""
+    """Add the optimizer's tensors, unless its state is divided; return the matching header."""
     if workload.shards is not None:
         return header | {"optimizer": {**header["optimizer"], "state": []}}
     found: Tensors = {}
@@ -97,7 +97,7 @@ class ReadReport:
     """Result of a restore, the same on all ranks."""
 
     error: str = ""
-    """Why a rank could not read its shards; empty if all of them have theirs."""
+    """Reason why a rank could not read its shards; empty if all ranks have their shards."""
     num_bytes: tuple[int, ...] = ()
     """Bytes that each rank has read."""
 
@@ -109,11 +109,11 @@ def read_shards(
     parts: Mapping[str, Part],
     beat: Callable[[], None],
 ) -> ReadReport:
-    """Replace this rank's state by that of a checkpoint. Every rank must call it.
+    """Replace this rank's shards with those of a checkpoint. Every rank must call this function.
 
     Args:
         group: The generation's process group.
-        shards: Its state is dropped first, to free the memory.
+        shards: The optimizer; its old state is dropped first, to free the memory.
         store: The store of the checkpoint.
         parts: The files of the optimizer's state.
         beat: Sends a heartbeat.
@@ -184,7 +184,7 @@ class Restorer:
         return None if found is None else self._load(found, set())
 
     def together(self, group: RankGroup, *, logged_step: int) -> list[dict[str, Any]] | None:
-        """Load the newest usable checkpoint, of which each rank reads its part of the optimizer.
+        """Load the newest usable checkpoint; each rank reads its part of the optimizer's state.
 
         Rank 0 also loads everything else, which it then sends to the other ranks.
 
@@ -215,7 +215,8 @@ class Restorer:
             [offer, *_] = gather_json(group, offer)
             parts = {name: Part.from_json(part) for name, part in offer["parts"].items()}
             if not parts:
-                # No checkpoint, or one of another optimizer: rank 0's initial state applies.
+                # There is no checkpoint, or it belongs to another optimizer, so rank 0's initial
+                # state applies.
                 if group.rank == 0:
                     shards.restart()
                 else:

@@ -19,8 +19,9 @@ class RunningBuffers:
 
     Args:
         buffers: The tensors.
-        owners: Module and name of each buffer. A forward pass may also assign a new tensor to it
-            (``self.hidden = hidden.detach()``). None for buffers that are changed in place only.
+        owners: Module and name of each buffer. A forward pass may also assign a new tensor to the
+            buffer (``self.hidden = hidden.detach()``). None for buffers that are only changed in
+            place.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class RunningBuffers:
         found: dict[int, tuple[torch.Tensor, tuple[nn.Module, str] | None]] = {}
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
-                # Modules replace other buffers by caches that each rank computes for itself.
+                # Modules replace other buffers with caches that each rank computes for itself.
                 is_state = name not in module._non_persistent_buffers_set
                 found.setdefault(id(buffer), (buffer, (module, name) if is_state else None))
         return cls([one for one, _ in found.values()], [owner for _, owner in found.values()])
@@ -58,9 +59,9 @@ class RunningBuffers:
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        """Copy the values of assigned tensors into the original ones, and restore these.
+        """Copy the values of assigned tensors into the original tensors, and put these back.
 
-        The average of the weights refers to them. Call it between passes.
+        The average of the weights refers to the original tensors. Call this between passes.
         """
         for buffer, owner, now in zip(self._buffers, self._owners, list(self), strict=True):
             if now is not buffer and owner is not None:

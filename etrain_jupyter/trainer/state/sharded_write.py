@@ -85,7 +85,8 @@ class ShardedWrite:
     """One rank's part in the checkpoints that a generation's ranks write together.
 
     Args:
-        is_divided: Each rank has a part of the optimizer's state, which only it can write.
+        is_divided: True if each rank has a part of the optimizer's state that no other rank can
+            write.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class ShardedWrite:
 
     def close(self) -> None:
         """End the generation: rank 0 stops waiting for files that were not delivered."""
-        # From now on, every wait on the store raises: rank 0's writer writes the files itself, and
-        # a helper that has no folder yet gives up.
+        # From now on, every wait on the store raises, so rank 0's writer writes the files itself,
+        # and a helper that has no folder yet gives up.
         self._board.abort()
 
     # --- rank 0 ---
@@ -201,7 +202,7 @@ class ShardWriter:
         """Copy this rank's tensors and write its file in the background."""
         name = sharded.part_of(sharded.rank)
         # While the previous file is in flight, its memory cannot be reused. This file is then
-        # skipped; rank 0 notices that it does not arrive, and writes it.
+        # skipped; rank 0 notices that the file is missing, and writes it.
         if name is None or self.is_busy:
             return
         files = files_of(tensors, num_shards=num_shards_of(sharded.world_size))

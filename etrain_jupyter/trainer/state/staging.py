@@ -23,7 +23,8 @@ from etrain_jupyter.trainer.state.packing import StateError, Tensors
 from etrain_jupyter.trainer.state.pieces import copy_in_pieces
 
 _ALIGNMENT = 8
-"""Alignment of the first tensor. Larger element types come first, so that all are aligned."""
+"""Alignment of the first tensor. Larger element types come first, so that all tensors are
+aligned."""
 
 DTYPES = {
     "float64": "F64",
@@ -193,7 +194,7 @@ def pin_buffer(buffer: torch.Tensor, *, owner: object) -> bool:
             int(error),
         )
         return False
-    # The finalizer runs before the attributes of ``owner`` are freed, and not at exit: the process
-    # then has no CUDA context.
+    # The finalizer runs before the attributes of ``owner`` are freed, but not at exit, when the
+    # process no longer has a CUDA context.
     weakref.finalize(owner, cuda.cudaHostUnregister, start).atexit = False
     return True

@@ -32,9 +32,9 @@ class StateCopy:
     stall_s: float
     """Seconds for which training waited for the copy."""
     best_steps: tuple[int, ...] = ()
-    """Steps whose evaluations are at least as good as this copy's, best first; the last is its own
-    step. If one of them is durable, this copy is dropped. Empty for a scheduled checkpoint, which
-    is always written."""
+    """Steps whose evaluations are at least as good as this copy's, best first; the last is this
+    copy's own step. If one of them is durable, this copy is dropped. Empty for a scheduled
+    checkpoint, which is always written."""
     sharded: ShardedWrite | None = None
     """Coordinates the write with the other ranks; None if rank 0 writes alone."""
     is_partial: bool = False
@@ -55,7 +55,7 @@ def copy_state(
     sharded: ShardedWrite | None = None,
 ) -> StateCopy:
     """Copy the current state while training waits."""
-    # Hashing and writing happen later, in the writer thread: only the copy must be complete before
+    # Hashing and writing happen later, in the writer thread. Only the copy must be complete before
     # the next step changes the tensors.
     started_at = time.monotonic()
     workload = state.workload

@@ -164,7 +164,7 @@ class StateSync:
     def _share_shards(
         self, shards: ShardedOptimizer, group: RankGroup, message: JoinGeneration, step: int
     ) -> Transferred | None:
-        # See ``shard_sync`` for the order, and for what a rank may lose.
+        # See ``shard_sync`` for the order, and for the cases in which state is lost.
         loop, steps = self._loop, self._loop.steps
         started = time.monotonic()
         self._faults.at("sync", rank=group.rank, step=step)
@@ -199,8 +199,8 @@ class StateSync:
         if group.rank == 0 and plan.behind:
             num_bytes = self._send_state(group, message, plan.behind).num_bytes
         elif group.rank in plan.behind:
-            # A holder receives the weights that it has, with newer counters, but after a restore it
-            # has only its part of the optimizer's state.
+            # A holder receives weights that it already has, with newer counters. After a restore,
+            # however, it has only its part of the optimizer's state.
             has_weights = is_holder and not message.restore
             drop = (lambda: None) if has_weights else self.drop
             self._receive_state(group, plan.behind, keep=False, on_overwrite=drop)

@@ -31,7 +31,7 @@ class WorkPlan:
     num_eval: int
     """Number of samples in the evaluation set; 0 if there is none."""
     global_batch_size: int
-    """Samples per step. If it depends on the number of workers, the value for
+    """Samples per step. If the batch depends on the number of workers, this is the value for
     ``scaling.base_workers``."""
     steps_per_epoch: int
     """Steps per epoch at ``global_batch_size``."""
@@ -101,7 +101,7 @@ class Every:
 
     def is_passed(self, before: Mark, after: Mark) -> bool:
         """Return True if the step reached a multiple of the interval in steps or epochs."""
-        # Compare counts, not remainders: a step may pass a multiple without hitting it.
+        # Compare counts, not remainders, because a step may pass a multiple without hitting it.
         return self._num_until(after) > self._num_until(before)
 
     def _num_until(self, mark: Mark) -> int:
@@ -134,7 +134,7 @@ class ScorePass(NamedTuple):
 class BestTracker:
     """Apply ``checkpoint.best`` and ``early_stopping``. Inactive if neither is configured.
 
-    A stateful component of the trainer: it is sent to new ranks and saved in checkpoints, so
+    A stateful component of the trainer, which is sent to new ranks and saved in checkpoints, so
     weights are restored together with the results of their own and all earlier evaluations.
 
     Attributes:

@@ -5,8 +5,9 @@
     rank 0 -> first rank behind -> second rank behind -> ...
 
 Each rank forwards a chunk while it receives the following ones, so a transfer to k new ranks takes
-about as long as to one. The other ranks do not take part. Large tensors in host memory are sent and
-received without a copy; small tensors and GPU tensors go through a few buffers in turn.
+about as long as a transfer to one rank. The other ranks do not take part. Large tensors in host
+memory are sent and received without a copy; small tensors and GPU tensors go through a few buffers
+in turn.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 After each update, each averaged tensor moves towards the current one: ``average += (1 - decay) *
 (weights - average)``. The average depends only on the weights, so every rank computes the same one
-without communication. It is part of the state: it is saved in checkpoints and sent to new ranks.
-``load_into`` and ``export`` read it from a checkpoint.
+without communication. The average is part of the state, so it is saved in checkpoints and sent to
+new ranks. ``load_into`` and ``export`` read it from a checkpoint.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ class WeightAverage(StepFeature):
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace the weights by their averages within the context."""
-        # Copies instead of exchanged pointers: DDP, compiled code and fused RNN weights refer to
-        # the memory of the parameters. Gradients, which do not exist now, need as much memory.
+        """Replace the weights with their averages within the context."""
+        # Copy values instead of exchanging pointers, because DDP, compiled code and fused RNN
+        # weights refer to the memory of the parameters. The copies need as much memory as the
+        # gradients, which do not exist now.
         with torch.no_grad():
             copies = [now.detach().clone() for now in self._living]
             try:
@@ -105,7 +106,7 @@ class WeightAverage(StepFeature):
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Start again from the current weights: they come from a state without an average."""
+        """Restart from the current weights, which come from a state without an average."""
         for average, now in zip(self._averages, self._living, strict=True):
             average.copy_(now)
         self._num_updates = 0

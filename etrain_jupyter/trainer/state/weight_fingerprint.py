@@ -18,10 +18,11 @@ from etrain_jupyter.trainer.references import WorkloadError, listed
 MAX_SLICES = 64
 """Maximum number of slices. Each step covers one slice, so this many steps cover all weights."""
 MIN_SLICE, MAX_PIECES = 1 << 14, 4
-"""Minimum size and typical number of tensors in a slice; smaller slices would not be cheaper."""
+"""Minimum size of a slice, and typical number of tensors in it; smaller slices would not be
+cheaper."""
 MODULUS = (1 << 20) - 3
-"""Upper bound of a fingerprint: sums of squares over thousands of ranks are exact in float64. A
-prime, because a power of two would ignore the upper bits of every number."""
+"""Upper bound of a fingerprint: sums of squares over thousands of ranks are exact in float64. It is
+a prime, because a power of two would ignore the upper bits of every number."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -115,7 +116,7 @@ def check_ranks_agree(
         is_known: True if it is known that the ranks differ.
 
     Raises:
-        WeightsDivergedError: On every rank, if the ranks differ; it names the tensors.
+        WeightsDivergedError: On every rank, if the ranks differ; the error names the tensors.
         CommunicationError: A peer is lost.
     """
     prints = torch.tensor(fingerprints(named.values()), dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Prove that a pool works by booting one node: ``%etrain pools check``.
 
-Everything that a check creates is recorded, for the next one if it is killed::
+Everything that a check creates is recorded, so that the next check can remove it after a kill::
 
     check 1                                       check 2
     holds the lock; records that it boots
@@ -9,7 +9,7 @@ Everything that a check creates is recorded, for the next one if it is killed::
                                                   gets the lock, and finds the record
                                                   removes cluster and job, and begins
 
-A cluster is removed only if all of its jobs are those of checks: a cell may have joined it.
+A cluster is removed only if all of its jobs belong to checks, because a cell may have joined it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_pool(surface: Surface, name: str, spec: AwsSpotSpec, *, boots: bool) -
     """Look up everything that needs no machine, and then train one step on one node.
 
     Raises:
-        PoolError: If a check fails; the later ones are left out.
+        PoolError: If a check fails; the later checks are skipped.
     """
     with open_record(name, spec) as record:
         if record:
@@ -79,7 +79,7 @@ def look_up(spec: AwsSpotSpec) -> Iterator[str]:
     """Check everything that needs no machine; yield a line about each check.
 
     Raises:
-        PoolError: If a check fails; the later ones are left out.
+        PoolError: If a check fails; the later checks are skipped.
     """
     clients = Clients(spec)
     try:
@@ -115,11 +115,11 @@ def boot_node(surface: Surface, name: str, spec: AwsSpotSpec, record: CheckRecor
         record.note(job_id=job.id)
         status = _wait_for_step(job, timeout_s=spec.lifetime.boot + STEPS_S)
         launched_at, machine, installed = first_boot(spec, cluster_id)
-        # Read the log now: it may be in the bucket, from which it is deleted below.
+        # Read the log now, because it may be in the bucket, from which it is deleted below.
         events = list(job.events())
         problem = _problem_of(job, status, events, spec, machine)
     finally:
-        # Also after an interrupt or an error: the machine costs money until it ends.
+        # Even after an interrupt or an error, because the machine costs money until it ends.
         surface.say("terminating the node")
         ended = time.time()
         left = pool.down(timeout_s=DOWN_S)
@@ -192,7 +192,7 @@ def first_boot(spec: AwsSpotSpec, cluster_id: str) -> tuple[float, str, Sequence
 def _problem_of(
     job: TrainingJob, status: str, events: Sequence[Event], spec: AwsSpotSpec, machine: str
 ) -> str:
-    """Return why the pool is not ready; empty if a step was trained on the device to use."""
+    """Return why the pool is not ready; empty if a step was trained on the intended device."""
     if status == "finished":
         if _first(events, WorkerJoined).device != "cpu" or not num_gpus(spec, machine):
             return ""
@@ -286,7 +286,7 @@ def _marks(
     launched_at: float,
     installed: Sequence[BootPhase],
 ) -> list[tuple[str, float]]:
-    """Return the ends of the phases, see ``phases_of``."""
+    """Return the ends of the phases; see ``phases_of``."""
     boots = [("boot", installed[0].at - installed[0].seconds)] if installed else []
     return [
         ("", started_at),
@@ -329,23 +329,23 @@ class CheckRecord:
         return str(self._known.get("job_id", ""))
 
     def note(self, **facts: Any) -> None:
-        """Add facts, before anything is created that they describe."""
+        """Add facts; call this before creating what they describe."""
         self._known |= facts
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(self._path, json.dumps(self._known))
 
     def forget(self) -> None:
-        """Delete the record: nothing of the check is left."""
+        """Delete the record, because nothing of the check is left."""
         self._known = {}
         self._path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def open_record(name: str, spec: AwsSpotSpec) -> Iterator[CheckRecord]:
-    """Provide the record of a pool's check, while no other check of it runs on this machine.
+    """Provide the record of a pool's check, and lock it against other checks on this machine.
 
     Raises:
-        PoolError: If another one does.
+        PoolError: If another check of the pool is running.
     """
     root, key = open_state_root(), f"check-{name}-{spec.region}"
     with contextlib.ExitStack() as stack:
@@ -363,7 +363,7 @@ def open_record(name: str, spec: AwsSpotSpec) -> Iterator[CheckRecord]:
 
 
 def remove_killed(name: str, spec: AwsSpotSpec, record: CheckRecord) -> Leftovers:
-    """Remove what a killed check has created, as its record says; return what remains."""
+    """Remove what a killed check has created, according to its record; return what remains."""
     left = []
     jobs = [(record.job_id, record.cluster_id)] if record.job_id else []
     for cluster_id in running_clusters(Clients(spec), spec):
@@ -380,7 +380,7 @@ def remove_killed(name: str, spec: AwsSpotSpec, record: CheckRecord) -> Leftover
 
 
 def _jobs_of_checks(cluster_id: str, pool: str) -> list[str] | None:
-    """Return the ids of a cluster's jobs; None if one of them is not that of a check."""
+    """Return the ids of a cluster's jobs; None if one of them does not belong to a check."""
     cluster = find_cluster_dir(cluster_id)
     address = address_of(cluster) if cluster is not None else None
     if address is None:

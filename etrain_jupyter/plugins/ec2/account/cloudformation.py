@@ -24,13 +24,13 @@ from etrain_jupyter.plugins.ec2.ec2_api import tag_list
 
 PARTS = frozenset({"bucket", "group", "roles"})
 GROUP_TOKEN = "sg-00000000000000000"
-"""Stands for the security group's id in a policy, until CloudFormation knows it."""
+"""Placeholder for the security group's id in a policy, until CloudFormation knows the id."""
 VPC_TOKEN = "VpcId"
 SESSIONS = "arn:aws:iam::aws:policy/AmazonSSMManagedInstanceCore"
 MAX_POLICY = 6144
 """IAM's limit for the characters of a managed policy, without white space."""
 ABORT_DAYS = 1
-"""Age at which S3 removes an upload that was never completed, such as that of a lost node."""
+"""Age at which S3 removes an incomplete upload, for example from a lost node."""
 CLUSTER_DAYS = 90
 """Age at which S3 removes the keys and configuration of a cluster that was not shut down."""
 LABELS = {
@@ -41,7 +41,7 @@ LABELS = {
     "AWS::IAM::InstanceProfile": ("instance profile", "InstanceProfileName"),
     "AWS::IAM::ManagedPolicy": ("policy", "ManagedPolicyName"),
 }
-"""Name of each type of resource, and the property with a resource's own name."""
+"""Display name of each resource type, and the property that holds a resource's own name."""
 
 
 def template_of(
@@ -49,8 +49,8 @@ def template_of(
 ) -> dict[str, Any]:
     """Return the template.
 
-    ``vpc`` is the default of its parameter, and ``subnets`` are those of the command in its
-    outputs. The stack contains only ``parts`` of the pool; the others exist already.
+    ``vpc`` is the default of the template's parameter, and ``subnets`` are listed in the command
+    in its outputs. The stack contains only ``parts`` of the pool; the other parts exist already.
     """
     name, spec = site.name, site.spec
     head = spec.iam.head_profile if spec.head == "on-demand" else ""
@@ -75,7 +75,7 @@ def template_of(
         "Resources": _resources(site, head, parts),
         "Outputs": outputs,
     }
-    # Aliases, which the same object in two places would become, are not allowed in templates.
+    # YAML writes an object that occurs twice as an alias, which templates do not allow.
     plain: dict[str, Any] = json.loads(json.dumps(document))
     return plain
 
@@ -125,7 +125,7 @@ def _resources(site: Site, head: str, parts: Collection[str]) -> dict[str, Any]:
 
 
 def split_policy(whole: Policy, *, most: int = MAX_POLICY) -> list[Policy]:
-    """Split a policy into parts that are small enough for IAM, by statements."""
+    """Split a policy by statements into parts that are small enough for IAM."""
     parts: list[Policy] = []
     for statement in whole["Statement"]:
         if parts:
@@ -148,7 +148,7 @@ def _security_group(site: Site, tags: list[dict[str, str]]) -> dict[str, Any]:
                 "Tags": tags,
             },
         },
-        # A rule of its own: a group cannot refer to itself while it is created.
+        # A separate resource, because a group cannot refer to itself while it is created.
         "Members": {
             "Type": "AWS::EC2::SecurityGroupIngress",
             "Properties": {

@@ -1,6 +1,6 @@
 """Create everything that a pool needs in an account: ``%etrain pools init``.
 
-The resources are one CloudFormation stack, see ``stack``. The entry in ``pools.yaml`` is written
+The resources are one CloudFormation stack; see ``stack``. The entry in ``pools.yaml`` is written
 last, and the command can be repeated after an interruption at any point.
 """
 
@@ -53,7 +53,7 @@ SIGN_IN = (
     "Sign in with `aws configure` or `aws sso login`, or name a profile of ~/.aws with --profile"
 )
 GIB_MONTH_USD = 0.023
-"""Price of S3 in US dollars for a GB and a month, in most regions."""
+"""Price of S3 in US dollars per GB-month, in most regions."""
 
 
 def init(
@@ -73,7 +73,7 @@ def init(
     """
     check_name(name)
     known = read_catalog().get(name)
-    # Nothing is asked about a pool that pools.yaml describes.
+    # Ask no questions about a pool that pools.yaml already describes.
     is_asked = known is None and not dialog.is_confirmed and not dialog.is_dry_run
     region = str(known.values.get("region") or "") if known is not None else ""
     options = _complete(options, ask=dialog.ask if is_asked else None, region=region)
@@ -141,7 +141,7 @@ def _examine(
         wanted.add("roles")
     if is_new and not options.security_group:
         wanted.add("group")
-    # Without anything to create, look at no stack: these credentials may not be allowed to.
+    # If there is nothing to create, do not query the stack: the credentials may not permit it.
     deployed = stack.resources() if wanted else {}
     if "Bucket" in deployed:
         wanted.add("bucket")
@@ -189,7 +189,7 @@ def _complete(options: InitOptions, *, ask: Ask | None, region: str) -> InitOpti
 
 
 def open_site(name: str, options: InitOptions) -> tuple[Site, bool]:
-    """Return the pool's place in the account, and whether it is not in ``pools.yaml`` yet.
+    """Return the pool's site, and whether the pool is not in ``pools.yaml`` yet.
 
     Raises:
         ConfigError: If ``pools.yaml`` defines the pool with other values.
@@ -197,7 +197,7 @@ def open_site(name: str, options: InitOptions) -> tuple[Site, bool]:
     """
     region = options.region or ""
     known = read_catalog().get(name)
-    # The spec of a new pool needs a bucket, whose name may need the account.
+    # A new pool's spec needs a bucket, whose default name contains the account.
     values = values_of(name, options, bucket=options.bucket or "not-known", region=region)
     spec = known.read_as(AwsSpotSpec) if known and known.kind == KIND else AwsSpotSpec.parse(values)
     clients = Clients(spec)
@@ -227,7 +227,7 @@ def open_site(name: str, options: InitOptions) -> tuple[Site, bool]:
 
 
 def _given_keys(name: str, options: InitOptions) -> dict[str, Any]:
-    """Return the keys of the entry that the flags state."""
+    """Return the keys of the entry that the flags set."""
     all_values = values_of(name, options, bucket=options.bucket or "", region=options.region or "")
     stated: dict[str, Any] = {
         "region": options.region,
@@ -285,7 +285,7 @@ def _no_default_vpc(site: Site) -> PoolError:
 
 
 def _describe_costs(site: Site) -> list[str]:
-    """Return what the resources cost, and the most that machines can cost later."""
+    """Return what the resources cost, and the maximum that machines can cost later."""
     try:
         machines = describe_price(site.clients, site.spec, site.spec.workers.max)
     except (PoolError, *AwsErrors) as exc:

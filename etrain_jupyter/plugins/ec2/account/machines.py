@@ -29,14 +29,14 @@ SPOT_QUOTAS: Mapping[str, tuple[str, str]] = {
         for letter in "acdhimrtz"
     },
 }
-"""Quota of spot vCPUs: its code and name, by family or by family and generation."""
+"""Code and name of each quota of spot vCPUs, by family or by family and generation."""
 
 
 def check_machines(clients: Clients, spec: AwsSpotSpec) -> None:
     """Check that the types exist, and that the image runs on them.
 
     Raises:
-        PoolError: If not.
+        PoolError: If a type does not exist, or the image does not run on it.
         ClientError: If EC2 refuses a request.
     """
     if spec.capacity.gpu is not None:
@@ -81,7 +81,7 @@ def find_architecture(clients: Clients, spec: AwsSpotSpec) -> str:
 
 
 def check_quotas(clients: Clients, spec: AwsSpotSpec) -> Iterator[str]:
-    """Compare the account's quotas of spot vCPUs with the pool's types; yield a line for each.
+    """Compare the account's spot vCPU quotas with the pool's types; yield a line for each quota.
 
     Raises:
         PoolError: If a quota is too small for a single machine.

@@ -1,4 +1,4 @@
-"""The answers that describe a new pool, and the entry of ``pools.yaml`` that they become."""
+"""Answers that describe a new pool, and the entry of ``pools.yaml`` made from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etrain_jupyter.plugins.ec2.capacity_spec import DEFAULT_TYPES
 from etrain_jupyter.plugins.ec2.spec import KIND
 
 MAX_TOTAL_USD = 20.0
-"""Default limit of a cluster's cost in US dollars, so that no pool is without one."""
+"""Default limit of a cluster's cost in US dollars, so that every pool has one."""
 WORKERS = 4
 
 Ask = Callable[[str], str]
@@ -20,21 +20,21 @@ Ask = Callable[[str], str]
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions:
-    """The flags of ``pools init``; None and empty values are asked for, or have a default."""
+    """Flags of ``pools init``; a value that is None or empty is asked for, or has a default."""
 
     region: str | None = None
     bucket: str | None = None
-    """None for a name made of the pool, the account and the region."""
+    """None for a name made from the pool, the account and the region."""
     types: Sequence[str] = ()
     workers: int | None = None
     budget: float | None = None
     """Maximum cost of a cluster in US dollars."""
     subnets: Sequence[str] = ()
-    """Empty for the default VPC's."""
+    """Empty for the subnets of the default VPC."""
     security_group: str | None = None
-    """A group that exists."""
+    """An existing security group."""
     role: str | None = None
-    """An instance profile that exists."""
+    """An existing instance profile."""
     head: str | None = None
     ami: str | None = None
     python: str | None = None
@@ -103,7 +103,7 @@ def lines_of(values: dict[str, Any]) -> list[tuple[str, Any, str]]:
 
 
 def questions(options: InitOptions, *, region: str, ask: Ask) -> dict[str, Any]:
-    """Ask for what the flags do not say; an empty answer takes the default.
+    """Ask for values that no flag sets; an empty answer selects the default.
 
     Raises:
         ConfigError: If an answer is not a number.
@@ -136,7 +136,7 @@ def _number(question: str, default: str, ask: Ask) -> float:
 
 
 def split_words(text: str | None) -> tuple[str, ...]:
-    """Split a list with commas.
+    """Split a comma-separated list.
 
     >>> split_words("g5.xlarge, g6.xlarge")
     ('g5.xlarge', 'g6.xlarge')

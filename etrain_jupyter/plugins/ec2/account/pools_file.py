@@ -1,6 +1,6 @@
 """Add and remove entries of ``pools.yaml`` without changing the rest of the file.
 
-The file is edited as text: the parser only finds the lines of an entry. Comments, order and
+The file is edited as text, and the parser only finds the lines of an entry. Comments, order and
 formatting of the user's other entries stay as they are.
 """
 
@@ -21,7 +21,7 @@ MADE_BY = "made by `etrain pools init`"
 """Comment on the first line of an entry that ``remove_entry`` may remove."""
 
 _PLAIN = re.compile(r"(?!(?:null|true|false|yes|no|on|off|y|n)$)[A-Za-z/][\w./-]*", re.IGNORECASE)
-"""Texts that need no quotes, in YAML 1.1 either."""
+"""Texts that need no quotes, even in YAML 1.1."""
 
 
 def entry_text(name: str, keys: Sequence[tuple[str, Any, str]]) -> str:
@@ -37,14 +37,14 @@ def entry_text(name: str, keys: Sequence[tuple[str, Any, str]]) -> str:
 
 
 def _flow(value: Any) -> str:
-    """Return a value in YAML on one line, with quotes where a reader could take it for another."""
+    """Return a value as one line of YAML, quoted if it could be read as another value."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_flow, value))}]"
     if isinstance(value, str) and _PLAIN.fullmatch(value):
         return value
-    # Texts, numbers and truth values in JSON mean the same in YAML.
+    # JSON strings, numbers and booleans mean the same in YAML.
     return json.dumps(value)
 
 
@@ -96,7 +96,7 @@ def remove_entry(file: Path, name: str) -> None:
 
 def _span_of(text: str, file: Path, name: str) -> tuple[int, int] | None:
     """Return the first and last line of an entry, counted from 0; None if it does not exist."""
-    # The catalog has its own errors for invalid files; it has read this one before.
+    # The file is valid YAML: the catalog has read it before, and reports errors in invalid files.
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root is None:
         return None
@@ -112,7 +112,7 @@ def _span_of(text: str, file: Path, name: str) -> tuple[int, int] | None:
 
 
 def _last_line(node: yaml.Node) -> int:
-    # The end of a block is the start of the next token, after comments that belong to the next
+    # The parser's end of a block is the start of the next token, after any comments of the next
     # entry. Use the end of the block's last value instead.
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
@@ -147,7 +147,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def differing_keys(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return the keys of ``wanted`` that have another value in an existing entry.
+    """Return the keys of ``wanted`` that have a different value in an existing entry.
 
     >>> differing_keys({"image": {"ami": "a", "python": "p"}}, {"image": {"ami": "b"}})
     ['image']
@@ -156,7 +156,7 @@ def differing_keys(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
 
 
 def _contains(known: Any, wanted: Any) -> bool:
-    """Return whether all values of ``wanted`` are in an entry, which may have more keys."""
+    """Return whether an entry contains all values of ``wanted``; it may have additional keys."""
     if isinstance(wanted, Mapping) and isinstance(known, Mapping):
         return all(_contains(known.get(key), value) for key, value in wanted.items())
     return bool(known == wanted)

@@ -42,7 +42,7 @@ def remove_pool(
 ) -> str:
     """Remove a pool's resources, and its entry in ``pools.yaml``.
 
-    ``options`` has region, bucket and profile of a pool that is not in ``pools.yaml``.
+    ``options`` has the region, bucket and profile of a pool that is not in ``pools.yaml``.
 
     Raises:
         ConfigError: If the pool is not known, and no region is given.
@@ -102,7 +102,7 @@ def remove_pool(
 
 
 def _holders(site: Site, resources: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return who has the stack's policies: policy, ``User``, ``Group`` or ``Role``, and name."""
+    """Return where policies are attached: policy, ``User``, ``Group`` or ``Role``, and its name."""
     held = []
     for one in resources.values():
         if one["Type"] != "AWS::IAM::ManagedPolicy":
@@ -123,7 +123,7 @@ def _delete_stack(
     site: Site, stack: Stack, held: list[tuple[str, str, str]], say: Callable[[str], object]
 ) -> None:
     for policy, kind, who in held:
-        # IAM refuses to delete a policy that someone has.
+        # IAM refuses to delete a policy that is still attached.
         detach = getattr(site.clients.iam, f"detach_{kind.lower()}_policy")
         detach(**{f"{kind}Name": who}, PolicyArn=_arn(site, policy))
     stack.delete(say)

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?")
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A pool's place in an account."""
+    """Names and settings of a pool's resources in an account."""
 
     name: str
     spec: AwsSpotSpec
@@ -46,7 +46,7 @@ class Site:
 
     @property
     def launcher_policy(self) -> str:
-        """Name of the policy for those who start clusters."""
+        """Name of the policy for users and roles that start clusters."""
         return f"etrain-{self.name}-launcher"
 
     def tags(self) -> dict[str, str]:
@@ -72,9 +72,9 @@ class Dialog:
     say: Callable[[str], object]
     """Shows a line."""
     is_confirmed: bool = False
-    """Ask nothing."""
+    """Ask no questions."""
     is_dry_run: bool = False
-    """Show the steps only."""
+    """Only show the steps."""
 
     def show(self, site: Site, notes: Sequence[str], steps: Sequence[str]) -> None:
         """Show the steps, and remarks."""

@@ -3,11 +3,11 @@
 ::
 
     there is none, or creating it has failed     create
-    an operation is in progress                  wait for its end, then one of the others
+    an operation is in progress                  wait until it ends, then do one of the others
     complete                                     update, if the template differs
 
-CloudFormation removes the resources of a stack that it cannot create, and undoes an update that
-fails, so the command can be repeated after an interruption at any point.
+CloudFormation removes the resources of a stack that it cannot create, and rolls back an update
+that fails, so the command can be repeated after an interruption at any point.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Stack:
     def resources(self, *, is_usable: bool = True) -> dict[str, Any]:
         """Return the resources of the deployed template by logical id.
 
-        Empty without a stack, and with ``is_usable`` also for one that can only be deleted.
+        Empty without a stack. With ``is_usable``, also empty for a stack that can only be deleted.
         """
         found = self.describe()
         if not found or (is_usable and found["StackStatus"] in UNUSABLE):
@@ -264,7 +264,7 @@ def _tags(site: Site) -> dict[str, str]:
     try:
         return tags_from(site.clients.s3.get_bucket_tagging(Bucket=site.spec.bucket)["TagSet"])
     except ClientError as exc:
-        # Without this permission, the bucket is one that an administrator has created.
+        # If this permission is missing, an administrator has created the bucket.
         if code_of(exc) == "NoSuchTagSet" or code_of(exc) in DENIED:
             return {}
         raise

@@ -19,7 +19,7 @@ from etrain_jupyter.plugins.ec2.network import NOTHING, find_subnets
 from etrain_jupyter.plugins.ec2.spec import AwsSpotSpec
 
 MOST_TO_READ = 512 << 20
-"""Maximum size of an archive to download only for its digest, in bytes."""
+"""Maximum size in bytes of an archive that is downloaded only for its digest."""
 
 
 def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
@@ -37,8 +37,8 @@ def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
     except (ClientError, BotoCoreError) as exc:
         raise pool_error(f"EC2 in {spec.region} cannot be used", exc, NOTHING) from exc
     try:
-        # List the bucket instead of reading an object: a read would fail in the same way whether
-        # the object or the bucket is missing.
+        # List the bucket instead of reading an object, because a read would fail in the same way
+        # whether the object or the bucket is missing.
         clients.bucket.keys("clusters/none", "the bucket cannot be listed")
     except StoreError as exc:
         raise PoolError(
@@ -49,7 +49,7 @@ def check_account(clients: Clients, spec: AwsSpotSpec) -> None:
 
 
 def check_archive(clients: Clients, spec: AwsSpotSpec) -> None:
-    """Refuse an archive without a digest: nodes unpack it at ``/`` as root.
+    """Refuse an archive without a digest, because nodes unpack it at ``/`` as root.
 
     Raises:
         PoolError: If the digest is missing. The message contains the object's actual digest for
@@ -112,7 +112,8 @@ def find_head_host(clients: Clients, spec: AwsSpotSpec) -> str:
         return spec.head_host
     try:
         _, subnets = find_subnets(clients.ec2, spec)
-        # Use any of the subnets: all of them belong to one VPC, so they are reached by one route.
+        # Use any of the subnets, because all of them belong to one VPC and are reached by one
+        # route.
         described = clients.ec2.describe_subnets(SubnetIds=sorted(subnets.values())[:1])["Subnets"]
         network = ipaddress.ip_network(described[0]["CidrBlock"])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -26,7 +26,7 @@ from etrain_jupyter.process.processes import MARKER, stamp_of, wait_until
 from etrain_jupyter.wire.requests import SAVE_S, ShutDownCluster, TouchCluster
 
 HEAD_FILE = "head.json"
-"""File in the cluster's folder: the head's address and instance, and its address from here."""
+"""File in the cluster's folder: the head's instance, its address, and its address from here."""
 ANSWER_S = 5.0
 TUNNEL_FILE = "tunnel.json"
 DOCUMENT = "AWS-StartPortForwardingSession"
@@ -60,7 +60,7 @@ def is_answering(address: SchedulerAddress) -> bool:
 
 def end_head(cluster: ClusterDir) -> None:
     """Ask a head on its own machine to shut down, if there is one, and close the port forward."""
-    # A head that does not respond is found by its tags and terminated later, see
+    # A head that does not respond is found by its tags and terminated later; see
     # `AwsSpotPool.down`.
     if (address := head_address_of(cluster)) is not None and is_answering(address):
         ask(address, ShutDownCluster(by=describe_caller()), timeout_s=SAVE_S + ANSWER_S)
@@ -83,7 +83,7 @@ def open_tunnel(cluster: ClusterDir, spec: AwsSpotSpec, instance_id: str, port: 
     # Kernels and job records contain the local address, so a reopened forward uses the same port.
     local = int(known.get("port", 0)) or _free_port()
     address = f"tls://127.0.0.1:{local}"
-    # Check more than the pid, which may have been reused, see `stamp_of`.
+    # Check more than the pid, which may have been reused; see `stamp_of`.
     if known and stamp_of(int(known["pid"])) == known["stamp"]:
         return address
     session_command = [

@@ -32,7 +32,7 @@ class LivePrices:
     scores: Mapping[str, int]
     """Spot placement score of the best zone, 1 to 10; empty if EC2 gives none."""
     head_usd: float
-    """Price of the machine of the scheduler; 0 if it runs in the notebook."""
+    """Price of the scheduler's machine; 0 if the scheduler runs in the notebook."""
     source: str
 
 
@@ -71,7 +71,7 @@ def read_live_prices(
 def _read(
     clients: Clients, spec: AwsSpotSpec, since: float, now: float
 ) -> tuple[Mapping[str, TypeFacts], Mapping[str, str], Prices, float]:
-    """Return the pool's types, its subnets, their prices, and that of the scheduler's machine."""
+    """Return the pool's types and subnets, the types' prices, and the scheduler machine's price."""
     types, subnets = survey(clients, spec)
     prices = Prices(clients=clients, region=spec.region, volume_type=spec.volume.type)
     # The head's machine is charged on demand from start to end, whatever the workers cost.

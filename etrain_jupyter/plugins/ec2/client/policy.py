@@ -77,7 +77,7 @@ def node_policy(
 
     Nodes run code from a notebook, so they must not be able to write anything that a notebook or
     another cluster would run. They cannot write keys, configurations, or the record, bundle or log
-    of a job. Only the cluster's own nodes know the name of the folder with its keys, see
+    of a job. Only the cluster's own nodes know the name of the folder with its keys; see
     ``bootstrap``.
 
     Args:
@@ -182,7 +182,7 @@ def _fill(template: Any, values: Values) -> Any:
     """Fill in the values in a part of a template; see the module's docstring."""
     if isinstance(template, dict):
         filled = {key: _fill(value, values) for key, value in template.items()}
-        # Keep an empty Resource: it marks a statement without resources, which is left out.
+        # Keep an empty Resource, because it marks a statement without resources, which is left out.
         return {key: value for key, value in filled.items() if value or key == "Resource"}
     if isinstance(template, list):
         return [text for item in template for text in _expand(item, values)]

@@ -65,7 +65,7 @@ class AwsSpotPool(SpecPool[AwsSpotSpec]):
         from etrain_jupyter.plugins.ec2.ec2_api import LIVING, list_instances
 
         with contextlib.suppress(FileNotFoundError):
-            # The file is written before each launch, see `fleet_state`.
+            # The file is written before each launch; see `fleet_state`.
             if time.time() - (cluster.path / STATE_FILE).stat().st_mtime < UNLISTED_S:
                 return True
         ec2 = self._clients().ec2
@@ -76,7 +76,7 @@ class AwsSpotPool(SpecPool[AwsSpotSpec]):
         return f"s3://{self.spec.bucket}/{self.spec.prefix}runs"
 
     def price(self, max_workers: int) -> str:
-        """Return the worst-case cost of that many workers as text, from AWS's current prices.
+        """Return the worst-case cost of ``max_workers`` workers as text, from AWS's current prices.
 
         Raises:
             PoolError: If AWS cannot be reached, or ``image.archive`` has no digest.

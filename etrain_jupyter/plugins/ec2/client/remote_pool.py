@@ -134,7 +134,7 @@ class AwsRemotePool(AwsSpotPool):
         try:
             instance = self._launch(clients, cluster, settings)
             lease = self._await_lease(clients, cluster, instance)
-        # Clean up even after a kernel interrupt: a launched head costs money.
+        # Clean up even after a kernel interrupt, because a launched head costs money.
         except BaseException:
             self.of_cluster(cluster).down()
             raise
@@ -164,7 +164,8 @@ class AwsRemotePool(AwsSpotPool):
         from etrain_jupyter.storage.objects.bucket_owners import ANY
         from etrain_jupyter.wire.versions import read_fingerprint
 
-        # Not `self.spec`: the settings name the environment that was stored for the machines.
+        # Do not use `self.spec`, because the settings name the environment that was stored for the
+        # machines.
         name, spec = cluster.cluster_id, AwsSpotSpec.parse(settings.spec)
         config = config_of(spec, name, fingerprint=read_fingerprint())
         context = set_up(clients, spec, name, cluster.tls, config)

@@ -131,9 +131,9 @@ class Lock:
 
 
 def find_lock(folder: Path, packages: Iterable[Package]) -> tuple[Lock | None, str]:
-    """Return the lock of the project that contains a folder, and why it is not used.
+    """Return the lock of the project that contains a folder, or None and why it is not used.
 
-    A lock is used if every installed package that it names has the version that it names.
+    A lock is used if every installed package that it contains has the locked version.
     """
     for place in (folder, *folder.parents):
         path = place / LOCK_FILE

@@ -9,8 +9,8 @@
     manifest: names and digests   --------------->  environments/SHA256.json
                                                       ^ the user-data names it; nodes verify it
 
-A wheel is downloaded and uploaded once: the second start of a cluster builds the wheels of local
-projects, and otherwise reads a list of the bucket only.
+Each wheel is downloaded and uploaded only once. The second start of a cluster builds the wheels of
+local projects, and otherwise only lists the bucket.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from etrain_jupyter.process.state_root import open_state_root
 from etrain_jupyter.storage.objects.s3_bucket import Bucket
 
 INDEX_FILE = "wheels.json"
-"""Wheels that this machine has stored, by package, in the state folder."""
+"""File in the state folder with the wheels that this machine has stored, by package."""
 NUM_THREADS = 4
 
 
@@ -112,7 +112,7 @@ def prepare(
     say: Callable[[str], object],
     packages: Sequence[Package] | None = None,
 ) -> Prepared:
-    """Store this kernel's environment in the bucket, unless it is there.
+    """Store this kernel's environment in the bucket, unless it is already there.
 
     ``cache`` is the folder for the list of stored wheels; ``packages`` are by default those of this
     process.
@@ -129,7 +129,7 @@ def prepare(
         say(f"etrain: {note}")
     stored = set(bucket.keys(WHEELS, "the stored wheels cannot be listed"))
     store = _WheelStore(bucket, sources, cache, stored, say)
-    # Nodes install with uv, also if it belongs to no environment here, as a program of its own.
+    # Nodes install with uv, even if uv is a separate program here, in no environment.
     has_uv = any(one.name == "uv" for one in chosen)
     uv = Package(name="uv", version=run_uv("--version").split()[1])
     with tempfile.TemporaryDirectory(prefix="etrain-wheels-") as folder:
@@ -209,7 +209,7 @@ class _WheelStore:
         self.uploaded_bytes = 0
 
     def find_all(self, packages: Sequence[Package], folder: Path) -> dict[str, Wheel]:
-        """Return the wheels of all packages by name, which are then in the bucket."""
+        """Make sure that the bucket has the wheels of all packages; return them by name."""
         found: dict[str, Wheel] = {}
         to_download: list[Package] = []
         missing: list[Missing] = []
@@ -264,7 +264,7 @@ class _WheelStore:
             found.setdefault(wheel.name, wheel)
 
     def _store(self, path: Path) -> Wheel:
-        """Upload a wheel, unless it is stored."""
+        """Upload a wheel, unless it is already stored."""
         size = path.stat().st_size
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -284,7 +284,7 @@ class _WheelStore:
         return wheel
 
     def _cache_key(self, package: Package) -> str:
-        """Return what determines a downloaded wheel."""
+        """Return everything that determines a downloaded wheel, as a key."""
         build = self._sources.build if self._sources.is_replaced(package) else None
         return f"{package.requirement} for {self._sources.platform} {build.label if build else ''}"
 

@@ -36,10 +36,10 @@ from etrain_jupyter.plugins.ec2.environment.wheels import Platform, choose_wheel
 
 BUILD_S = 1800.0
 VARIABLES = {"SOURCE_DATE_EPOCH": "1577836800", "ETRAIN_LABEXTENSION": "skip"}
-"""Variables of builds: a constant date, so that the same sources give the same bytes, and no front
-end, which a node does not need."""
+"""Environment variables of builds. They set a constant date, so that the same sources give the same
+bytes, and leave out the front end, which a node does not need."""
 NOT_FOUND = re.compile(r"(?:the requirement|Cannot install) ([\w.-]+)")
-"""Errors of pip about a package that no index has; the second one if the user has constraints."""
+"""pip's errors for a package that no index has; with the user's constraints, the second one."""
 
 
 class NoWheelError(PoolError):
@@ -48,7 +48,7 @@ class NoWheelError(PoolError):
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """A package of which no wheel was found."""
+    """A package without a wheel."""
 
     package: Package
     reason: str
@@ -103,11 +103,11 @@ class Sources:
         return self._build(package.project, target)
 
     def is_replaced(self, package: Package) -> bool:
-        """Return whether the nodes get another build of a package."""
+        """Return whether the nodes get a different build of a package."""
         return self.build is not None and package.name in TOGETHER
 
     def download(self, packages: Sequence[Package], target: Path) -> dict[str, Path]:
-        """Download these packages, and build those of which only sources exist; by name.
+        """Download these packages, and build those that exist only as sources; return them by name.
 
         Raises:
             MissingWheelsError: If some of them have neither a wheel nor sources.
@@ -155,7 +155,7 @@ class Sources:
         return sorted(folder.glob("*.whl"))
 
     def _download_labelled(self, package: Package, target: Path) -> bool:
-        """Download the build of torch that is installed here from PyTorch's own index."""
+        """Download the locally installed build of torch from PyTorch's own index."""
         label = Version(package.version).local
         if package.name not in TOGETHER or not label:
             return False
@@ -177,7 +177,7 @@ class Sources:
         )
 
     def _chosen(self, package: Package, folder: Path | None) -> Path | None:
-        """Return the wheel of a package in a folder that fits the nodes best."""
+        """Return the wheel of a package, among those in a folder, that fits the nodes best."""
         if folder is None:
             return None
         names = [path.name for path in folder.glob("*.whl")]
@@ -185,7 +185,7 @@ class Sources:
         return folder / name if name is not None else None
 
     def _build(self, source: Path, target: Path) -> Path:
-        """Build the wheel of a project or of an archive of sources; return its path."""
+        """Build the wheel of a project or source archive; return its path."""
         if not source.exists():
             raise NoWheelError(f"{source} does not exist any more")
         if source.suffix == ".whl":
@@ -194,8 +194,8 @@ class Sources:
         build = [find_uv(), "build", "--quiet", "--wheel", "--python", sys.executable]
         build += ["--out-dir", str(folder), str(source)]
         wheel = ["wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(source)]
-        # In isolation; then with the tools that are installed here, for machines without an index;
-        # then with the settings of pip, which uv does not read.
+        # Build in isolation first. If that fails, use the tools installed here, for machines
+        # without an index, and finally pip's settings, which uv does not read.
         errors = []
         for command in (build, [*build, "--no-build-isolation"], [*find_pip(), *wheel]):
             error = _error_of(command, {**self.variables, **VARIABLES})
@@ -216,7 +216,7 @@ class Sources:
             digests = self.lock.digests.get(package.name, ()) if self.lock else ()
             hashes = "".join(f" --hash=sha256:{one}" for one in sorted(digests))
             lines.append(package.requirement + ("" if package.url else hashes))
-        # With --hash in one line, pip requires it in all lines of the file.
+        # If one line has --hash, pip requires it in all lines of the file.
         hashed = [one for one in lines if "--hash" in one]
         for number, group in enumerate((hashed, [one for one in lines if one not in hashed])):
             if group:
@@ -230,7 +230,7 @@ class Sources:
         """Run ``pip download`` for the nodes' platform; return its error."""
         command = [
             *(*find_pip(), "download", "--quiet", "--disable-pip-version-check", "--no-input"),
-            # With the patch version: packages exist that require for example 3.11.5.
+            # Include the patch version, because some packages require, for example, 3.11.5.
             *("--dest", str(target), "--python-version", platform.python_version()),
             *(part for name in self.platform.platforms() for part in ("--platform", name)),
             *arguments,
@@ -265,6 +265,6 @@ def _error_of(command: Sequence[str], variables: Mapping[str, str]) -> str:
     lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(?i)error: (?!Ignored the following)", line)]
     reason = [*errors, *lines[-1:], f"exit code {done.returncode}"][0]
-    reason = re.sub(r" \(from versions: .*", "", reason)[:300]  # of a package, hundreds
+    reason = re.sub(r" \(from versions: .*", "", reason)[:300]  # may list hundreds
     # The URLs of private indexes contain passwords.
     return re.sub(r"(https?://)[^/@\s]+@", r"\1", reason)

@@ -49,7 +49,7 @@ BUILDS: Mapping[tuple[int, int], Sequence[str]] = {
 only with drivers since 580."""
 VOLTA, HOPPER = (7, 0), (9, 0)
 TOGETHER = ("torch", "torchvision", "torchaudio")
-"""Packages that have the same builds."""
+"""Packages that are released in the same builds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def supports(label: str, capability: tuple[int, int]) -> bool:
     (True, False, False)
     """
     cuda = int(label.removeprefix("cu"))
-    # Volta is left out of the builds since CUDA 12.8; Blackwell is only in those.
+    # Builds since CUDA 12.8 leave out Volta, and only they support Blackwell.
     if capability <= VOLTA:
         return cuda < 128
     return capability <= HOPPER or cuda >= 128
@@ -104,7 +104,7 @@ def choose_build(
     Args:
         version: The release of torch that is installed here.
         installed: The CUDA version of its build, such as ``12.8``; empty for a CPU build.
-        capabilities: Those of the nodes' GPUs; empty if they have none.
+        capabilities: Compute capabilities of the nodes' GPUs; empty for nodes without GPUs.
 
     Raises:
         PoolError: If no build of this release has code for all GPUs.

@@ -20,7 +20,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import InvalidVersion, Version
 
 GLIBC = (2, 34)
-"""Minor version of the C library up to which wheels are accepted: Amazon Linux 2023 has 2.34,
+"""A wheel may require at most this minor version of the C library. Amazon Linux 2023 has 2.34, and
 Ubuntu 22.04 has 2.35."""
 FOLDER = "environments"
 WHEELS = f"{FOLDER}/wheels"
@@ -42,7 +42,7 @@ class Platform:
         """Return the tags of the operating system, best first."""
         newest = [f"manylinux_2_{minor}_{self.machine}" for minor in range(GLIBC[1], 4, -1)]
         old = [f"manylinux{name}_{self.machine}" for name in ("2014", "2010", "1")]
-        # pip accepts a wheel for linux_x86_64 too: a package that was compiled here.
+        # Like pip, also accept a wheel for linux_x86_64, such as a package that was compiled here.
         return [*newest, *old, f"linux_{self.machine}"]
 
     def tags(self) -> list[Tag]:

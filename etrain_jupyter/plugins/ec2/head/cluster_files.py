@@ -21,7 +21,7 @@ class BootPhase:
     """One phase of a node's boot."""
 
     name: str
-    """``download``, ``environment`` or ``install``, see ``machine.install``."""
+    """``download``, ``environment`` or ``install``; see ``machine.install``."""
     seconds: float
     at: float
     """Its end, in seconds since the epoch."""
@@ -29,7 +29,7 @@ class BootPhase:
 
     @classmethod
     def read_all(cls, report: Mapping[str, Any]) -> tuple[BootPhase, ...]:
-        """Return the phases in a node's report, without those that are not valid."""
+        """Return the valid phases in a node's report."""
         found = []
         for one in report.get("phases") or ():
             with suppress(KeyError, TypeError, ValueError):
@@ -64,8 +64,8 @@ class ClusterFiles:
     def __init__(self, bucket: Bucket, cluster_id: str) -> None:
         self._bucket = bucket
         self._home = f"clusters/{cluster_id}"
-        # Keep the ledger outside of the cluster's folder, which `reaping` deletes: the costs must
-        # remain.
+        # Keep the ledger outside of the cluster's folder, which `reaping` deletes, because the
+        # costs must remain.
         self._ledger = f"ledgers/{cluster_id}.json"
 
     def num_lives(self) -> int:

@@ -48,8 +48,8 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
     lookups = tuple(ack.id for ack in state.acks if now - ack.at > VISIBLE_S)
     state = _forget_old_requests(state, view)
     if rules.max_total is not None and not state.halted:
-        # Stop before the budget is spent: all machines are charged until they have saved a last
-        # checkpoint and ended.
+        # Stop before the budget is spent, because all machines are charged until they have saved a
+        # last checkpoint and ended.
         reserve_usd = view.rate_usd * rules.reserve_s / 3600
         if view.spent_usd + reserve_usd >= rules.max_total:
             state = state.halt("budget", now)
@@ -80,9 +80,10 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
     short_since = (state.short_since or now) if is_short else None
     surplus_since = (state.surplus_since or now) if gap.too_many > 0 else None
     state = state.with_(short_since=short_since, surplus_since=surplus_since)
-    # Repeat unanswered requests in each tick: the same token returns the same machines.
+    # Repeat unanswered requests in each tick, because the same token returns the same machines.
     launches = tuple(request for request, _ in state.unanswered if view.wanted > 0)
-    # Launch nothing if machines were released for the budget: they are charged until they end.
+    # Launch nothing if machines were released for the budget, because they are charged until they
+    # end.
     if gap.is_short and not releases:
         plan = plan_launch(state, rules, view, count, gap.missing, ceiling)
         state = plan.state
@@ -110,7 +111,7 @@ def decide(state: FleetState, rules: Rules, view: View) -> Decision:
 
 def _num_not_replaced(view: View) -> int:
     """Return the number of workers that leave because the jobs are on schedule without them."""
-    # The coordinator wants a replacement for each worker that leaves, see `Sharing`.
+    # The coordinator wants a replacement for each worker that leaves; see `Sharing`.
     if view.on_demand is None:
         return 0
     leaving = (m for m in view.machines if m.is_leaving and m.lifecycle == "on-demand")
@@ -182,7 +183,8 @@ def _decide_halted(
     if is_spent and view.now - state.halted_at >= rules.reserve_s:
         ends = [(machine.id, "the budget is spent") for machine in view.machines]
     # If the budget is spent, release machines as soon as they are idle. After boot failures or
-    # refusals, keep them while they are wanted: the coordinator saves and stops the jobs first.
+    # refusals, keep them while they are wanted, because the coordinator saves and stops the jobs
+    # first.
     target = 0 if is_spent else min(view.wanted, count.num_sure)
     releases = [] if count.num_sure == target else surplus(count, state, rules, target)
     return Decision(
@@ -269,7 +271,7 @@ def off_schedule(count: Count, target: int, already: set[str]) -> list[Release]:
 
 def outside_zone(state: FleetState, view: View, count: Count) -> list[Release]:
     """Release one machine outside the zone once all are ready; it is replaced inside the zone."""
-    # One at a time, and only from a settled fleet: the job loses at most one machine's workers, and
+    # One at a time, and only from a settled fleet. The job loses at most one machine's workers, and
     # the next move waits until the replacement is training.
     is_settled = not count.coming and all(m.is_ready for m in count.staying)
     outside = [m for m in count.staying if m.zone != state.zone]

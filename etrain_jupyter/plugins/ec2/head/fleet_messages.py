@@ -1,4 +1,4 @@
-"""Messages about machines, for the logs of jobs and the screen."""
+"""Messages about machines, for the jobs' logs and the screen."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def _options(rules: Rules, view: View, count: Count, missing: int, short_s: floa
         numbers = {"on-demand": view.on_demand - count.num_on_demand, "spot": missing}
         return [_Option(lifecycle=life, num_workers=n) for life, n in numbers.items() if n > 0]
     num_base = min(missing, rules.on_demand_base - count.num_on_demand)
-    # The base comes first, without waiting: it keeps a job going when there is no spot capacity.
+    # The base comes first, without waiting, because it keeps a job going when there is no spot
+    # capacity.
     if num_base > 0:
         return [_Option(lifecycle="on-demand", num_workers=num_base)]
     options = [_Option(lifecycle="spot", num_workers=missing)]
@@ -204,7 +205,7 @@ def _spread_pays(view: View, count: Count, found: Sequence[Offer], lifecycle: st
     )
     return pays_to_spread(
         traffic_usd=traffic,
-        # Weights, and as a rule two moments of the same size.
+        # Weights, and usually two optimizer moments of the same size.
         state_bytes=3 * view.gradient_bytes,
         changes_per_h=more,
         num_more=more,

@@ -61,7 +61,7 @@ class AwsNodes:
         self.finish_by_s: float | None = spec.capacity.finish_by if is_timed else None
         self._clients = Clients(spec)
         self._wanted = 0
-        # workers.want is only the initial value, which `hold` replaces. workers.min always applies,
+        # workers.want is only the initial value, which `hold` replaces. workers.min always applies;
         # see `Reconciler._view`.
         self._min_workers = spec.workers.want if spec.workers.want is not None else spec.workers.min
         self._releasing: dict[str, float] = {}
@@ -112,8 +112,8 @@ class AwsNodes:
 
     def want(self, count: int, *, reason: str) -> None:
         """Provide ``count`` workers, as far as the spec, EC2's capacity and the budget allow."""
-        # Called on every allocation. An unchanged number must not wake the thread: each tick sends
-        # several requests to EC2, which throttles them.
+        # Called on every allocation. An unchanged number must not wake the thread, because each
+        # tick sends several requests to EC2, which throttles them.
         if count != self._wanted:
             logger.info("%d workers wanted instead of %d: %s", count, self._wanted, reason)
             self._wanted = count
@@ -131,7 +131,7 @@ class AwsNodes:
 
     def note_notice(self, worker: str, *, kind: str, deadline: float = 0.0) -> None:
         """Record EC2's notice to a worker's machine, whose replacement may then exceed ``max``."""
-        # Notices may arrive in any order: a rebalance recommendation must not replace an
+        # Notices may arrive in any order, and a rebalance recommendation must not replace an
         # interruption notice.
         known = self._noticed.get(node_of(worker))
         if kind == "rebalance" and (known or self._spec.interruption.on_rebalance == "ignore"):
@@ -145,7 +145,7 @@ class AwsNodes:
         A machine that EC2 is about to reclaim in its first hour is not terminated, because EC2 does
         not charge for a machine that it reclaims so early.
         """
-        # Keep the first deadline: a repeated release must not postpone the termination.
+        # Keep the first deadline, because a repeated release must not postpone the termination.
         self._releasing.setdefault(node_of(worker), time.time() + drain_s)
         self._update_desired(wake=True)
 
@@ -200,7 +200,7 @@ class AwsNodes:
         minutes. Any leftover resources carry the cluster's tag, so ``etrain reap`` finds them.
         """
         if self._reconciler is not None:
-            # First stop the thread: it would replace the machines that are terminated below.
+            # First stop the thread, which would replace the machines that are terminated below.
             await asyncio.to_thread(self._reconciler.stop)
         try:
             left = await asyncio.to_thread(
@@ -249,7 +249,7 @@ class AwsNodes:
             thread.wake()
 
     def _nodes_with(self, has_state: Callable[[str], bool]) -> frozenset[str]:
-        """Return the nodes of which any worker is in a state: all end with their machine."""
+        """Return the nodes with any worker in a state; all workers end with their machine."""
         return frozenset(
             node.id for node in self.snapshot.nodes if any(map(has_state, node.workers))
         )

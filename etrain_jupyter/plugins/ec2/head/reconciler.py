@@ -154,7 +154,7 @@ class Reconciler:
             self._state = FleetState.from_dict(json.loads(self._path.read_text()))
         self._state = self._state.with_(life=life)
         self._accounts.ledger = self._files.ledger()
-        # Unlike later renewals, this one raises: without the lease, no node would find this head.
+        # Unlike later renewals, this one raises: no node would find this head without the lease.
         self._renew_lease(time.time())
 
     def start(self) -> None:
@@ -180,7 +180,8 @@ class Reconciler:
             self._record_costs(list_instances(self._clients.ec2, cluster_id=self._id), now)
             self._publish(now)
             self._accounts.store(now)
-        # Not fatal: the stored ledger is at most STORE_LEDGER_S old, and `reap` finds the machines.
+        # This is not fatal, because the stored ledger is at most STORE_LEDGER_S old, and `reap`
+        # finds the machines.
         except AWS_ERRORS as exc:
             logger.warning("the final ledger of %s was not stored: %s", self._id, exc)
 
@@ -230,7 +231,8 @@ class Reconciler:
         # works, the lease must stay valid, so that nodes do not turn themselves off.
         if self._lease_timer.restart_if_due(now):
             self._renew_lease(now)
-        # Read it only once: the event loop may replace the value at any time during this tick.
+        # Read it only once, because the event loop may replace the value at any time during this
+        # tick.
         desired = self.desired
         instances = list_instances(self._clients.ec2, cluster_id=self._id)
         types = {*self._context.types, *(one.type for one in instances)}
@@ -242,8 +244,8 @@ class Reconciler:
             now,
         )
         self._record_costs(instances, now)
-        # Publish before reporting the machines that are gone: a callback may call nodes(), which
-        # must no longer list them.
+        # Publish before reporting the machines that are gone, because a callback may call nodes(),
+        # which must no longer list them.
         self._publish(now)
         self._roster.report_gone()
         self._detail = self._roster.last_failure or self._detail
@@ -306,7 +308,8 @@ class Reconciler:
                 self._detail = self._roster.last_failure
             self._roster.ending[id] = why
         ends |= self._due(desired, now)
-        # Terminate before launching: quotas and the budget count machines that are still running.
+        # Terminate before launching, because quotas and the budget count machines that are still
+        # running.
         terminate(self._clients.ec2, sorted(ends))
         self._look_up(decision.lookups, now)
         self._write_state()
@@ -317,7 +320,7 @@ class Reconciler:
                 self._launch(request)
         for warning in decision.warnings:
             self._warnings.warn(warning.key, warning.text)
-        # Each head reports a halt once: a new head repeats the report of a halt in fleet.json.
+        # Each head reports a halt once. A new head repeats the report of a halt in fleet.json.
         if self._state.halted and not self._is_halt_reported:
             self._is_halt_reported = True
             self._reports.halt(
@@ -369,7 +372,8 @@ class Reconciler:
         self._state = self._state.looked_up(found, missing, now)
 
     def _launch(self, request: LaunchRequest) -> None:
-        # Written before the request: after a crash, the same token returns the same machines.
+        # Write this before the request, so that after a crash, the same token returns the same
+        # machines.
         self._state = self._state.sent(request, time.time())
         self._write_state()
         answer = create_fleet(
@@ -407,8 +411,8 @@ class Reconciler:
                 self._detail = f"EC2 refused a launch{place}: {one.message}."
                 self._warnings.warn(f"refused {one.code}", self._detail)
         if answer.acks:
-            # Tick again immediately: there may be more to launch, and the new machines will be
-            # listed soon.
+            # Tick again immediately, because there may be more to launch, and the new machines will
+            # be listed soon.
             self._wake.set()
 
     def _write_state(self) -> None:
@@ -422,7 +426,7 @@ class Reconciler:
             self._renewals += 1
             self._lease_timer.last = now
         except StoreError as exc:
-            # The first renewal acquires the lease, see `adopt`.
+            # The first renewal acquires the lease; see `adopt`.
             if not self._renewals:
                 raise
             # Retry in the next tick instead of after a quarter of the lease's duration.

@@ -128,7 +128,7 @@ class FleetRoster:
         """Why we requested a node's termination, by id."""
         self._gone: list[tuple[str, str]] = []
         self._num_noted: dict[str, int] = {}
-        """Number of the phases of a boot that were reported, by node."""
+        """Number of boot phases reported so far, by node."""
         self.last_failure = ""
         """Message about the last node whose workers never connected."""
 
@@ -149,7 +149,7 @@ class FleetRoster:
         #   not                 unknown          gone: EC2 forgets machines an hour after their end
         new = {id: member for id, member in listed.items() if member.instance.is_living}
         gone = [id for id in self.members if id not in new]
-        # A listing may lack a running machine: query it by id before declaring it gone.
+        # A listing may lack a running machine, so query it by id before declaring it gone.
         unlisted = [id for id in gone if id not in listed]
         for one in list_instances(self._clients.ec2, ids=unlisted) if unlisted else ():
             member = replace(self.members[one.id], instance=one)
@@ -199,7 +199,7 @@ class FleetRoster:
         self, id: str, desired: DesiredFleet, state: FleetState, now: float
     ) -> FleetState:
         """Check whether a node's workers have connected, or whether it refuses to serve."""
-        # A node that was ready once has booted: a worker that later loses its connection is not a
+        # A node that was ready once has booted. A worker that later loses its connection is not a
         # boot failure.
         if id in self.ready or id in self.ending:
             return state
@@ -274,7 +274,7 @@ class FleetRoster:
         try:
             return self._files.node_state(id)
         except StoreError:
-            return None  # the lease renewal reports this: it uses the same bucket
+            return None  # the lease renewal reports this, because it uses the same bucket
 
     def release(
         self,

@@ -1,4 +1,4 @@
-"""Apply ``capacity.spares``: how many warm workers are kept in addition to those that jobs use."""
+"""Decide how many warm workers ``capacity.spares`` keeps in addition to those that jobs use."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ USUAL_BOOT_S = 300.0
 """Boot time until one has been measured, in seconds."""
 NUM_BOOTS = 20
 WARNING_S = 110.0
-"""Time from EC2's notice until a worker stops training, in which its replacement boots."""
+"""Time from EC2's notice until a worker stops training; its replacement boots meanwhile."""
 PRIOR_LOSSES_PER_H = 0.05
 PRIOR_HOURS = 20.0
-"""Interruptions per machine hour to expect before any was observed, and the weight of this value in
-hours of observation."""
+"""``PRIOR_LOSSES_PER_H`` is the expected number of interruptions per machine hour before any was
+observed. It has the weight of this many machine hours of observation."""
 
 
 @dataclass(kw_only=True)
 class BootTimes:
-    """The last times from launch until the workers are connected. Used by one thread."""
+    """Recent times from launch until the workers are connected. Used by one thread."""
 
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_BOOTS))
     _booting: set[str] = field(default_factory=set)
@@ -102,21 +102,21 @@ def loss_rate_per_h(num_losses: int, machine_hours: float) -> float:
 
 
 def mean_missing(*, workers: int, losses_per_h: float, boot_s: float) -> float:
-    """Return how many workers are missing on average because their replacements still boot."""
+    """Return how many workers are missing on average while their replacements boot."""
     return workers * losses_per_h / 3600 * max(0.0, boot_s - WARNING_S)
 
 
 def spare_workers(*, missing: float, stake: float, most: int) -> int:
-    """Return the number of spare workers that pay.
+    """Return the number of spare workers that pay off.
 
-    A spare costs as much as a worker all the time. It is in use while workers are missing, and then
+    A spare always costs as much as a worker. It is only used while workers are missing, and then
     avoids the loss of ``stake`` workers. The number of missing workers has a Poisson distribution.
 
-    An elastic job loses only the missing worker, which costs nothing while it is missing: no spare
-    pays. A job that needs all of its workers waits for one, and pays for the others.
+    An elastic job loses only the missing worker, which costs nothing meanwhile, so no spare pays
+    off. A job that needs all of its workers waits for the missing one and pays for the others.
 
     Args:
-        missing: Mean number of missing workers, see ``mean_missing``.
+        missing: Mean number of missing workers; see ``mean_missing``.
         stake: Workers that are paid for and idle while one is missing, including that one.
         most: Maximum number of spare workers.
 

@@ -58,8 +58,8 @@ LIMITS = S3Limits(
     patience_s=5.0,
     deadline_s=20.0,
 )
-"""Every call returns within half a minute, whatever the network does: a machine that cannot reach
-S3 must be able to turn itself off."""
+"""Every call returns within half a minute, regardless of the network, because a machine that cannot
+reach S3 must be able to turn itself off."""
 logger = logging.getLogger("etrain.agent")
 COMMAND_S = 10.0
 """Timeout of a command that turns the machine off, in seconds."""
@@ -129,12 +129,12 @@ class MachineAgent:
             return f"the agent failed: {type(exc).__name__}: {exc}"
 
     def turn_off(self, why: str) -> bool:
-        """Turn the machine off, then clean up: nothing may delay the power-off."""
+        """Turn the machine off, then clean up, because nothing may delay the power-off."""
         logger.error("turning off: %s", why)
         if self._reports is not None:
             self._reports.end(why)
         # The report above is only queued. Everything that can block (S3, joins, killed processes in
-        # uninterruptible sleep) comes after the power-off: each extra second is charged.
+        # uninterruptible sleep) comes after the power-off, because each extra second is charged.
         is_off = power_off()
         for watch in self._watches:
             watch.stop()
@@ -184,7 +184,7 @@ class MachineAgent:
             # come from truncated or outdated objects.
             except (OSError, ValueError, KeyError, StoreError) as exc:
                 error = f"{type(exc).__name__}: {exc}"
-            # Log changes only: the log is the machine's console, which EC2 limits to 64 KiB.
+            # Log only changes: the log is the machine's console, and EC2 limits it to 64 KiB.
             if error != logged:
                 logger.warning("%s cannot be read yet: %s", what, error)
                 logged = error
@@ -254,7 +254,7 @@ class MachineAgent:
                 elif kind == "lost":
                     self._lost = value
                 # The agent ignores rebalance recommendations. The supervisors poll for notices
-                # themselves and report them to the coordinator; the agent only needs the deadline,
+                # themselves and report them to the coordinator. The agent only needs the deadline;
                 # see `_after_workers`.
                 elif value.kind == INTERRUPTION:
                     self._notice = value

@@ -18,7 +18,7 @@ from etrain_jupyter.process.gpus import finish_gpu_query, start_gpu_query
 logger = logging.getLogger("etrain.agent")
 
 GPU_QUERY_S = 60.0
-"""Timeout in seconds: a driver that has just been loaded is slow to respond."""
+"""Timeout in seconds; a driver that has just been loaded is slow to respond."""
 
 
 def slots_of_machine(workers_per_node: int) -> list[Slot]:
@@ -38,7 +38,7 @@ def slots_of_machine(workers_per_node: int) -> list[Slot]:
 
 
 class Children:
-    """Processes that exit with this one: they read from a pipe that only this one can write to."""
+    """Processes that exit with this one, because only this one can write to the pipe they read."""
 
     def __init__(self) -> None:
         # Children inherit only the read end; the kernel closes the write end when we exit.
@@ -95,8 +95,8 @@ class Children:
         for process in self._by_name.values():
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    # Kill the whole group: a worker that ignores SIGTERM may have trainers that
-                    # ignore it, too.
+                    # Kill the whole group, because a worker that ignores SIGTERM may have trainers
+                    # that ignore it, too.
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         for pipe in self._pipes:

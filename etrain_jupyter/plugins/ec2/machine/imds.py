@@ -96,7 +96,7 @@ class Imds:
 
     def ask(self, path: str) -> ImdsResponse | None:
         """Return the response for ``path``, including its time; see ``get``."""
-        # A 401 means that the token has expired or been revoked: retry once with a new one.
+        # A 401 means that the token has expired or been revoked, so retry once with a new one.
         for is_last in (False, True):
             token = self._current_token(is_new=is_last)
             request = urllib.request.Request(

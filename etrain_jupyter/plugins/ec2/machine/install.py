@@ -1,9 +1,9 @@
-"""Install the notebook's environment on a node, before anything of it is there.
+"""Install the notebook's environment on a node that has no part of it yet.
 
 The user-data contains this file and runs it with the image's own interpreter, so it uses nothing
 but the standard library of Python 3.8. It reads the manifest and the wheels from the pool's bucket
 with the machine's role, verifies their digests, and installs them without a package index. Each
-phase is reported in ``nodes/ID.json``, as the agent's states are later.
+phase is reported in ``nodes/ID.json``, like the agent's states later.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Reports:
 
 
 def retry(what: str, act: Callable[[], T]) -> T:
-    """Retry a request; a new role and the network may need a while after the boot."""
+    """Retry a request, because a new role and the network may need some time after the boot."""
     deadline = time.monotonic() + BOOT_S
     shown = ""
     while True:
@@ -308,7 +308,7 @@ def install(wheels: list[str], version: str, folder: str, uv: str) -> None:
     requirements = os.path.join(folder, "requirements.txt")
     with open(requirements, "w") as file:
         file.write("\n".join(wheels) + "\n")
-    # Wheels are verified and on this disk: no index, and no files of a user's configuration.
+    # The wheels are verified and on this disk, so use no index and no user configuration.
     command = [uv, "--no-config", "pip", "sync", "--quiet", "--offline", "--no-index"]
     # Packages may require a later patch version of Python than that of this image.
     command += ["--python-version", version]
@@ -351,7 +351,7 @@ def boot(options: argparse.Namespace, reports: Reports, bucket: Bucket) -> None:
     wheels, installer = manifest["wheels"], manifest["installer"]
     wanted = {one["sha256"]: one for one in [*wheels, installer]}
     place = os.path.join(options.folder, "wheels")
-    # The largest first: torch takes longer than all others together.
+    # Start with the largest wheel, because torch takes longer than all others together.
     largest = sorted(wanted.values(), key=lambda one: -one["size"])
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         found = list(pool.map(lambda one: fetch(bucket, one, place), largest))

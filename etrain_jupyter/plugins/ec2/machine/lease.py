@@ -55,8 +55,8 @@ class LeaseRule:
         if age_s is not None:
             self._answered_at = now
         if age_s is None:
-            # A missing response does not make the lease stale: the head may be renewing the lease
-            # while only this node has lost access to S3. The node therefore gets as much time
+            # A missing response does not make the lease stale, because the head may be renewing the
+            # lease while only this node has lost access to S3. The node therefore gets as much time
             # without S3 as without a renewal.
             silent_s = now - self._answered_at
             is_stale = silent_s > self._ttl_s
@@ -68,7 +68,7 @@ class LeaseRule:
             if age_s == float("inf"):
                 reason = "there is no lease"
         if not is_stale:
-            # A valid check resets the count: the stale checks must be consecutive.
+            # A valid check resets the count, because the stale checks must be consecutive.
             self._stale_since, self._num_stale = None, 0
             return ""
         self._num_stale += 1
@@ -126,7 +126,7 @@ class LeaseWatch:
             lost = self._check()
             self._checked_at = time.monotonic()
             if lost:
-                # Stop polling: the agent never recovers from a lost lease.
+                # Stop polling, because the agent never recovers from a lost lease.
                 self._on_lost(lost)
                 return
             self._end.wait(self._check_s)

@@ -1,8 +1,8 @@
 """The agent of a node: runs the workers of one EC2 machine.
 
-It starts them once the cluster's files are read, and turns the machine off when they have exited,
-when the lease of the cluster's head is lost, when its lifetime is over, or when anything in the
-agent fails. No computation runs in its process.
+It starts the workers once it has read the cluster's files. It turns the machine off when they have
+exited, when the lease of the cluster's head is lost, when the machine's lifetime is over, or when
+anything in the agent fails. No computation runs in the agent's process.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class NodeAgent(MachineAgent):
     def _drain_if_due(self) -> None:
         left_s = self._ends_at - time.monotonic()
         if self._is_ready and not self._is_drain_requested and left_s <= self._config.drain_s:
-            # Send SIGUSR1 only once: a supervisor treats it as an interruption notice of
+            # Send SIGUSR1 only once, because a supervisor treats it as an interruption notice of
             # ETRAIN_NOTICE_S seconds.
             self._is_drain_requested = True
             logger.warning("the lifetime is over in %.0f s: notifying the workers", left_s)

@@ -20,13 +20,13 @@ from etrain_jupyter.storage.objects.s3_bucket import Bucket
 logger = logging.getLogger("etrain.agent")
 
 PHASES = "ETRAIN_BOOT_PHASES"
-"""Variable with the path of the file with the phases of the boot."""
+"""Environment variable with the path of the file that lists the boot phases."""
 CLOSE_S = 2.0
 REFUSE_S = 30.0
 
 
 def read_phases() -> list[Any]:
-    """Return the phases of the boot so far, from the file of the installer."""
+    """Return the phases of the boot so far, from the installer's file."""
     try:
         phases = json.loads(Path(os.environ[PHASES]).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError):

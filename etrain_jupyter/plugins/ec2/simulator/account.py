@@ -38,7 +38,8 @@ def make_account(
             iam.create_role(role, json.dumps(trust_policy()), "/", None, "", [], "3600")
             iam.create_instance_profile(role, "/", [], [])
             iam.add_role_to_instance_profile(role, role)
-        # Replace an existing role's policy as well: a test may call this again with another one.
+        # Replace an existing role's policy as well, because a test may call this again with another
+        # one.
         if role_policy is not None:
             iam.put_role_policy(role, "etrain", json.dumps(role_policy))
         ec2 = ec2_backends[ACCOUNT][region]

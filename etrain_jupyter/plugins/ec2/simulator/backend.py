@@ -243,7 +243,7 @@ class Backend:
             role=role,
             tags=tags,
             shows_tags=instance.metadata_options.instance_metadata_tags == "enabled",
-            # EC2 does not stop one-time spot instances: a shutdown from inside terminates them.
+            # EC2 does not stop one-time spot instances, so a shutdown from inside terminates them.
             stops=instance.instance_initiated_shutdown_behavior == "stop"
             and lifecycle == "on-demand",
             disk_gb=sum(sizes),

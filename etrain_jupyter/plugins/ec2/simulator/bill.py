@@ -117,7 +117,7 @@ def _row(usage: Usage, market: Market, now: float) -> BillRow:
     end = now if usage.ended_at is None else usage.ended_at
     seconds = max(0.0, end - usage.launched_at)
     # At least LEAST_S are charged. The waiver depends on the actual duration, and requires that the
-    # machine has ended: a running machine is charged.
+    # machine has ended, because a running machine is charged.
     charged_until = usage.launched_at + max(seconds, LEAST_S)
     usd = market.charge_usd(usage.pool, usage.lifecycle, usage.launched_at, charged_until)
     free = usage.ended_at is not None and is_waived(usage.lifecycle, usage.reason, seconds)

@@ -146,7 +146,7 @@ class FakeAws(Closing):
     def enforce_iam(self, is_on: bool = True) -> None:
         """Check signatures and policies from now on: only users and roles created here are valid.
 
-        Policies are evaluated with resources and conditions, see ``testing.iam``.
+        Policies are evaluated with resources and conditions; see ``testing.iam``.
         """
         self._call("enforce_iam", is_on=is_on)
 

@@ -85,7 +85,7 @@ class Control:
 
     def reset(self) -> None:
         """Restore the initial state: no instances, no objects, the default market, no faults."""
-        # Switch off the machines first: a running machine may still use the account.
+        # Switch off the machines first, because a running machine may still use the account.
         self._hypervisor.forget()
         with self._backend.lock:
             moto_api_backend.reset()
@@ -181,7 +181,8 @@ class Control:
         return [[r.action, r.resource, dict(r.context), ok] for r, ok in found]
 
     def _leftovers(self, cluster: str, prefix: str) -> dict[str, list[str]]:
-        # Call this before taking the lock: it waits for machines that are being switched off.
+        # Call this before taking the lock, because it waits for machines that are being switched
+        # off.
         strays = self._hypervisor.find_strays()
         return account.find_leftovers(self._backend, cluster=cluster, prefix=prefix) | strays
 

@@ -130,7 +130,8 @@ class Ec2:
             )
         launched: list[dict[str, Any]] = []
         errors: list[dict[str, Any]] = []
-        # Plan the on-demand part first: its machines are taken before the spot part is planned.
+        # Plan the on-demand part first, so that its machines are taken before the spot part is
+        # planned.
         for demand in read_demands(query):
             usable, bad = self._usable(call.region, overrides, demand.lifecycle)
             errors += bad

@@ -96,7 +96,7 @@ class Hypervisor:
                 if self._mark_ended(guest, USER_SHUTDOWN, is_stopped=state.startswith("stop")):
                     self._run(f"off {instance_id}", self._switch_off, guest)
                 if state == "terminated" and guest.usage.disk_ended_at is None:
-                    # It was stopped before: its disk was charged until now.
+                    # The machine was stopped before, and its disk was charged until now.
                     guest.usage = replace(guest.usage, disk_ended_at=time.time())
 
     def _adopt(self, instance_id: str) -> None:
@@ -130,13 +130,13 @@ class Hypervisor:
             self._end(guest, HOST_FAILED)
             return
         with self._backend.lock:
-            # Set the state only now: a client that sees it running may use its metadata service,
-            # for example to inject a fault.
+            # Set the state only now, because a client that sees it running may use its metadata
+            # service, for example to inject a fault.
             if not guest.ended.is_set():
                 self._backend.set_running(facts.instance_id)
         guest.machine.on_end()
-        # If no other cause was recorded, the first process exited without a shutdown: the host has
-        # failed. Otherwise this call does nothing.
+        # If no other cause was recorded, the first process exited without a shutdown, so the host
+        # has failed. Otherwise this call does nothing.
         self._end(guest, HOST_FAILED)
 
     # Ending -------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class Hypervisor:
                 self._network.release(guest.machine.address)
                 guest.off.set()
                 if not self._backend.is_image_source(facts.region, facts.instance_id):
-                    # In the background: it takes minutes if an environment was installed.
+                    # In the background, because it takes minutes if an environment was installed.
                     self._run(f"erase {facts.instance_id}", guest.machine.erase_disk)
 
     def shut_down(self, instance_id: str, arguments: list[str]) -> str:
@@ -193,7 +193,8 @@ class Hypervisor:
             return ""
         is_stopped = guest.machine.facts.stops
         if minutes == 0:
-            # Use another thread: the requesting command is one of the processes to be killed.
+            # Use another thread, because the requesting command is one of the processes to be
+            # killed.
             self._run(f"off {instance_id}", self._end_from_inside, guest, is_stopped)
             return ""
         # As with shutdown(8), a new request replaces the scheduled one, and -c only cancels it.

@@ -207,7 +207,7 @@ class ImdsServer(Closing):
             self._requests.append(path)
             page = self._pages.get(path)
             known = sorted(self._pages)
-        # A function such as `Backend.role_credentials` acquires other locks: call it without
+        # A function such as `Backend.role_credentials` acquires other locks, so call it without
         # holding this one.
         if page is not None:
             return page if isinstance(page, str) else page()

@@ -74,14 +74,14 @@ class SimulatedMachine:
         credentials: Callable[[], str],
         source: str = "",
     ) -> None:
-        """Run its user-data on the disk of ``source``, the instance of its image, if it has one."""
+        """Run its user-data; ``source`` is the instance whose disk became its image, if any."""
         # The machine may have been terminated while it was pending.
         with self._lock:
             if self._is_off:
                 return
             disk = self._harness_folder / source / DISK
             if source and disk.is_dir():
-                # Only the environments exist on a disk. Hard links: as from a snapshot, nothing is
+                # A disk contains only environments. With hard links, as with a snapshot, no file is
                 # copied before it is changed.
                 subprocess.run(["cp", "-al", disk, self._folder / DISK], check=True)
             # Only the guest's first process starts here. It waits for the task below, because the
@@ -119,8 +119,8 @@ class SimulatedMachine:
         script = self._folder / "user-data"
         script.write_text(text)
         script.chmod(0o755)
-        # Run it through an interpreter: executing a file that another thread's child still has open
-        # for writing fails with "text file busy".
+        # Run it through an interpreter, because executing a file that another thread's child still
+        # has open for writing fails with "text file busy".
         return [*shlex.split(text.splitlines()[0][2:]), str(script)]
 
     def _environment(self, endpoint: str, variables: Mapping[str, str]) -> dict[str, str]:
@@ -182,13 +182,13 @@ class SimulatedMachine:
         )
 
     def power_off(self) -> None:
-        """Power it off, once: cut the network, and kill all its processes."""
+        """Power the machine off once: cut the network, and kill all its processes."""
         with self._lock:
             if self._is_off:
                 return
             self._is_off = True
-        # Cut the network first: a machine that loses power sends no last packet, so its peers must
-        # detect the loss by a timeout. (Without namespaces there is no cable to cut.)
+        # Cut the network first, because a machine that loses power sends no last packet, so its
+        # peers must detect the loss by a timeout. (Without namespaces there is no cable to cut.)
         if self._process is not None:
             self._network.pull(self.address)
             self._kill(self._process)
@@ -197,7 +197,7 @@ class SimulatedMachine:
 
     def erase_disk(self) -> None:
         """Delete its disk; takes minutes if an environment is installed on it."""
-        # In another process: the cloud's own threads continue at full speed.
+        # In another process, so that the cloud's own threads continue at full speed.
         subprocess.run(["rm", "-rf", self._folder / DISK], check=False)
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:

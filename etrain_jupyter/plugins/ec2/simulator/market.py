@@ -228,7 +228,7 @@ class Market:
         """Return the cost of a machine between two instants, at the prices in force."""
         if lifecycle == "on-demand":
             return (end - start) / 3600 * (self.on_demand_usd(pool.instance_type) or 0.0)
-        # Of each price, only the overlap with the machine's time is charged.
+        # Charge each price only for its overlap with the machine's run time.
         return sum(
             max(0.0, min(until, end) - max(at, start)) / 3600 * usd
             for at, until, usd in self.periods(pool)

@@ -157,8 +157,8 @@ class NamespaceNetwork(SimulatedNetwork):
         _wait_for_own_namespace(path)
         cable = self._cable(address)
         octets = [int(octet) for octet in address.split(".")]
-        # Derive the MAC address from the IP address: if that is reused, neighbour tables stay
-        # valid.
+        # Derive the MAC address from the IP address, so that neighbour tables stay valid if the
+        # IP address is reused.
         hardware = ":".join(["02", "ac", *(f"{octet:02x}" for octet in octets)])
         _ip_batch(
             f"link add {cable} type veth peer name eth0 netns {pid}",

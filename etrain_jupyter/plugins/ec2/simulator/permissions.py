@@ -347,7 +347,7 @@ class Enforcement:
         with self._lock:
             policies = self._policies_of(call)
             if policies is None:
-                return None  # an unknown caller: the signature check refuses it
+                return None  # the signature check refuses an unknown caller
             for request in requests_of(call, self._world_of(call.region)):
                 is_permitted = is_allowed(policies, request)
                 # The text is the key, so that repeated requests, such as polls, count once.
@@ -390,4 +390,4 @@ def _replace_motos_checks() -> None:
 
 
 def _permit(self: IAMRequestBase, resource: str) -> None:
-    """Accept any request: its signature and policies have been checked elsewhere."""
+    """Accept any request, because its signature and policies have been checked elsewhere."""

@@ -48,7 +48,7 @@ def main(settings: dict[str, Any]) -> None:
         network.close()
         assert janitor.stdin is not None
         janitor.stdin.close()
-        # It outlives this process, and may be removing the disks of many instances.
+        # The janitor outlives this process, and may be removing the disks of many instances.
         with contextlib.suppress(subprocess.TimeoutExpired):
             janitor.wait(30)
     # Do not wait for threads with open connections.
@@ -86,7 +86,7 @@ def _serve(settings: dict[str, Any], network: SimulatedNetwork, folder: Path) ->
         variables=settings["variables"],
     )
     app = with_control(api, control)
-    # Do not add a date: the application sends one, according to the cloud's clock.
+    # Do not add a date, because the application sends one, according to the cloud's clock.
     server = make_wsgi_server(app, dated=False)
     port = server.server_port
     servers = [server]
@@ -132,7 +132,7 @@ def end_heads_at(endpoint: str) -> None:
 
 def wait_for_end(parent: int) -> None:
     """Wait until standard input closes or the parent exits."""
-    # Standard input alone is not enough: a fork of the parent may hold the other end open.
+    # Standard input alone is not enough, because a fork of the parent may hold the other end open.
     while os.getppid() == parent:
         if select.select([sys.stdin], [], [], 0.2)[0] and not os.read(sys.stdin.fileno(), 1024):
             return

@@ -40,7 +40,7 @@ def advise(options: Sequence[Option], goal: Goal, larger: Sequence[Option] = ())
     Args:
         options: The options, at least one.
         goal: Deadline and budget.
-        larger: Options beyond the maximum number of workers, for the case that none is fast enough.
+        larger: Options beyond the maximum number of workers, in case no option is fast enough.
     """
     priced = [one for one in options if not math.isnan(one.usd)]
     among = priced or list(options)
@@ -127,7 +127,7 @@ def _too_expensive(among: Sequence[Option], goal: Goal) -> str:
 
 
 def _as_deadline(hours: float) -> str:
-    """Return a deadline that is at least this time, as it is typed.
+    """Return a deadline of at least this many hours, as a user would type it.
 
     >>> _as_deadline(0.31), _as_deadline(7.26)
     ('20min', '7.3h')

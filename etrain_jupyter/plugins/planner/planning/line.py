@@ -100,7 +100,7 @@ def plan_job(
     trace: str | None = None,
     is_profile: bool = False,
 ) -> TrainingPlan:
-    """Plan a job from its log; ``cores`` are those of this machine, and the rest as in ``plan``."""
+    """Plan a job from its log. ``cores`` are this machine's; the rest is as in ``plan``."""
     _check(deadline_h=deadline_h, budget_usd=budget_usd, workers=workers)
     measured = read_measured(job)
     if is_profile:

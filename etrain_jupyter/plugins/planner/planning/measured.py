@@ -37,9 +37,9 @@ from etrain_jupyter.rules.sizing.step_time import (
 )
 
 WARM_UP_STEPS = 3
-"""First steps of a generation, which are slower, and left out if enough others remain."""
+"""The first steps of a generation are slower; they are left out if enough others remain."""
 MIN_STEPS = 3
-"""Steps from which a median counts as measured."""
+"""A median of at least this many steps counts as measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class MeasuredJob:
     total_samples: float
     """Samples of the whole job."""
     samples_left: float
-    """``total_samples`` again if the job has ended: the plan is then for another run of it."""
+    """``total_samples`` if the job has ended, because the plan is then for a new run of it."""
     plan: JobPlanned
     """Samples per step, and parameters of the network."""
     compression: str = "none"
@@ -76,15 +76,15 @@ class MeasuredJob:
     log_hours: float = 0.0
     """From the beginning of the first step in the log to the end of the last one."""
     step_hours: float = 0.0
-    """The part of it in steps."""
+    """The part of ``log_hours`` in steps."""
     outside_hours: float = 0.0
-    """The part of it in evaluations and checkpoints."""
+    """The part of ``log_hours`` in evaluations and checkpoints."""
     usd_per_h: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Price of a worker by machine type and lifecycle, as its pool reported it."""
     noise: GradientNoise | None = None
     """Gradient noise of one worker's samples; None if it was not measured."""
     losses_per_node_hour: float = math.nan
-    """Preempted and lost workers per worker and hour; NaN if it ran for less than an hour."""
+    """Preempted and lost workers per worker hour; NaN if the job ran for less than an hour."""
 
     @property
     def unexplained_share(self) -> float:
@@ -102,7 +102,7 @@ class MeasuredJob:
         return bool(self.plan.per_worker_batch_size)
 
     def statistical_efficiency(self, workers: int) -> float:
-        """Return the progress of a sample, relative to a step of one worker; NaN if unknown.
+        """Return the progress per sample, relative to a step of one worker; NaN if unknown.
 
         A step of ``W`` workers is worth ``gain`` steps of one worker (AdaScale), but has ``W``
         times the samples.
@@ -230,7 +230,7 @@ def _points_by_hardware(
 
 
 def _points_of(columns: Columns, ran: np.ndarray[Any, np.dtype[np.bool_]]) -> Iterator[StepPoint]:
-    """Yield a point for each number of workers and samples, of the steps that ``ran`` selects."""
+    """Yield a point for each number of workers and samples among the steps that ``ran`` selects."""
     durations = step_durations(columns)
     exposed = to_floats(columns["communication_s"])
     worlds, samples = to_floats(columns["world_size"]), to_floats(columns["samples"])
@@ -274,6 +274,6 @@ def _losses_of(columns: Columns, record: _PlanRecord) -> float:
 
 
 def most_measured(measured: MeasuredJob, among: Sequence[str] = ()) -> Hardware:
-    """Return the hardware with the most points, among those types if any of them was measured."""
+    """Return the hardware with the most points, restricted to these types if any was measured."""
     known = [one for one in measured.points if one.machine in among] or list(measured.points)
     return max(known, key=lambda one: len(measured.points[one]))

@@ -63,7 +63,7 @@ class Market:
     max_workers: int | None = None
     """Limit of the pool; None if it has none."""
     head_usd: float = 0.0
-    """Hourly price of the machine of the scheduler."""
+    """Hourly price of the scheduler's machine."""
     pool: str = ""
     spec: AwsSpotSpec | None = None
 
@@ -71,7 +71,7 @@ class Market:
 def market_of(measured: MeasuredJob, pool: str, types: Sequence[str] = ()) -> Market:
     """Return the machine types of a pool with their prices.
 
-    The prices come from EC2, and without access to it from the job's log and the built-in table.
+    The prices come from EC2 or, without access to EC2, from the job's log and the built-in table.
     ``types`` replace those of the pool.
 
     Raises:
@@ -118,7 +118,7 @@ def _tabled(name: str) -> MachineOffer:
 
 
 def _offer_of(name: str) -> MachineOffer:
-    """Return an offer with what the built-in tables know of a type, which may be nothing."""
+    """Return an offer with whatever the built-in tables contain about a type."""
     known = MACHINE_TYPES.get(name)
     usd = ON_DEMAND_USD.get(name, math.nan)
     return MachineOffer(machine=name, workers=known.gpus if known else 1, on_demand_usd=usd)
@@ -172,7 +172,7 @@ def _market_of_spec(
     try:
         offers, notes, head_usd = _live_offers(spec)
     except PoolError as exc:
-        # A plan without AWS is better than none, if it says so.
+        # A plan without AWS is better than no plan, as long as a note says so.
         names = [] if spec.capacity.gpu else list(spec.capacity.types)
         if not names:
             raise

@@ -17,7 +17,7 @@ from etrain_jupyter.plugins.planner.simulation.trace import SpotTrace
 POLICIES = ("spot", "deadline")
 NUM_STARTS = 20
 MAX_OPTIONS = 6
-"""Options to simulate, because each takes about a second."""
+"""Maximum number of options to simulate; each takes about a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class TracedOption:
 def simulate_options(
     options: Sequence[Option], market: Market, trace: SpotTrace, *, deadline_h: float | None
 ) -> tuple[list[TracedOption], list[str]]:
-    """Simulate the spot options of the Pareto front, or all if it has none.
+    """Simulate the spot options of the Pareto front, or all spot options if it has none.
 
     Without a deadline, each option gets a fifth of its time as slack. Also returns notes on the
     options that were not simulated.
@@ -90,7 +90,7 @@ def _simulated_job(
     same = [one for one in options if (one.machine, one.lifecycle) == (option.machine, "spot")]
     alone = min(same, key=lambda one: one.machines)
     speedup = option.samples_per_s / alone.samples_per_s
-    # The time without interruptions: the simulation adds them, and the boots.
+    # The time without interruptions and boots, because the simulation adds both.
     on_demand = next(
         (one for one in options if one.lifecycle == "on-demand"
          and (one.machine, one.machines) == (option.machine, option.machines)), option,

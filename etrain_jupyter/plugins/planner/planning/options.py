@@ -27,7 +27,7 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 STALL_S = 1.0
 """Time without training when the number of workers changes."""
 DEVICE_ERROR = 0.3
-"""Relative standard error of the time of a sample on a GPU that has not run the job."""
+"""Relative standard error of the time per sample on a GPU that has not run the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,9 @@ class Option:
     samples_per_s: float
     """Without interruptions, evaluations and checkpoints."""
     efficiency: float
-    """Throughput by that of one worker of the same type times the number of workers."""
+    """Throughput divided by N times that of one worker of the same type, for N workers."""
     statistical_efficiency: float
-    """Progress of a sample relative to one in a step of one worker; NaN if unknown."""
+    """Progress per sample, relative to a step of one worker; NaN if unknown."""
     hours: float
     """From submission to the last step."""
     error: float
@@ -91,7 +91,7 @@ class Estimate:
     points: tuple[StepPoint, ...]
     """Measured step times on this type."""
     notes: tuple[str, ...]
-    """Sentences on guesses."""
+    """Sentences about guessed values."""
 
     def step_time(self, workers: int, batch: float) -> tuple[float, float]:
         """Return the duration of a step, measured if possible, and its relative standard error.
@@ -110,7 +110,7 @@ def estimates_of(
 ) -> tuple[list[Estimate], list[str]]:
     """Fit the step times of each machine type; also return notes on the types that have none.
 
-    ``cores`` are those of the machine that ran the job, if its workers have no GPU of their own.
+    ``cores`` is the number of cores of the job's machine, if its workers have no GPU of their own.
     """
     models = {
         hardware: fit_step_times(
@@ -218,7 +218,7 @@ def options_of(
     max_workers: int,
     head_usd: float = 0.0,
 ) -> list[Option]:
-    """Return the options, the Pareto front marked, sorted by time.
+    """Return the options, sorted by time, with the Pareto front marked.
 
     ``head_usd`` is the hourly price of the scheduler's machine.
     """
@@ -296,7 +296,7 @@ def mark_front(options: Sequence[Option]) -> list[Option]:
     """Sort by time, and mark those that no other option beats in both time and cost."""
     ordered = sorted(options, key=lambda one: (one.hours, one.cost))
     marked, cheapest = [], math.inf
-    # Where only some have a price, dollars and worker hours are not comparable.
+    # If only some options have a price, dollars and worker hours cannot be compared.
     has_prices = any(not math.isnan(one.usd) for one in ordered)
     for one in ordered:
         is_comparable = not (has_prices and math.isnan(one.usd))

@@ -233,7 +233,7 @@ class TrainingPlan:
         basis = "measured" if option.is_measured else "predicted"
         lifecycle = option.lifecycle.replace("-", " ")
         row = {**dataclasses.asdict(option), "mark": mark, "basis": basis, "lifecycle": lifecycle}
-        # The same for all options if the batch does not depend on the workers.
+        # The efficiency is the same for all options if the batch does not depend on the workers.
         return row if self.job.grows else {**row, "statistical_efficiency": math.nan}
 
     def _trace_lines(self) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """Simulate capacity policies in virtual time on recorded spot markets.
 
-``policies`` runs a job, ``sizing`` one or several that choose their size, ``fleet`` applies the
-pool's own rules to the ``market``, and ``trace_files`` reads recorded markets.
+``policies`` runs one job, and ``sizing`` runs one or more jobs that choose their size. ``fleet``
+applies the pool's own rules to the ``market``, and ``trace_files`` reads recorded markets.
 """
 
 from __future__ import annotations

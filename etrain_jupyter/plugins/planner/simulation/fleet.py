@@ -19,20 +19,20 @@ from etrain_jupyter.plugins.planner.simulation.market import TYPE, VirtualMarket
 from etrain_jupyter.rules.membership.state_machine import last_step_lead_s
 
 MAX_ROUNDS = 20
-"""Limit of decisions at the same time: each grants machines, or backs off from a pool."""
+"""Maximum number of decisions in a row; each grants machines, or backs off from a pool."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Groups:
-    """The machines of a market by what they do."""
+    """A market's machines, grouped by what they do."""
 
     version: int = -1
     """Version of the market."""
     until: float = 0.0
     """Time at which a machine changes its group."""
     training: tuple[VirtualNode, ...] = ()
-    """Machines whose workers can train: spot machines, machines on demand, spot machines that EC2
-    recommends to replace, each group oldest first, and machines that EC2 is about to reclaim."""
+    """Machines whose workers can train, in this order: spot, on demand, spot that EC2 recommends
+    replacing (each group oldest first), and those that EC2 is about to reclaim."""
     num_spot: int = 0
     """Number of spot machines in ``training`` that are not at risk."""
     num_on_demand: int = 0
@@ -40,12 +40,12 @@ class _Groups:
     noticed: tuple[VirtualNode, ...] = ()
     """Machines that EC2 is about to reclaim."""
     num_at_risk: int = 0
-    """Number of machines in ``training`` that EC2 recommends to replace."""
+    """Number of machines in ``training`` that EC2 recommends replacing."""
     num_leaving: int = 0
-    """Number of machines in ``training`` that EC2 is about to reclaim; they are the last."""
+    """Number of machines in ``training`` that EC2 is about to reclaim; they come last."""
 
     def used_at_risk(self, wanted: int) -> int:
-        """Return how many machines at risk are among the ``wanted`` ones that train."""
+        """Return how many of the first ``wanted`` training machines are at risk."""
         num_staying = len(self.training) - self.num_leaving
         return max(0, min(num_staying, wanted) - (num_staying - self.num_at_risk))
 
@@ -123,7 +123,7 @@ class VirtualFleet:
         for _ in range(MAX_ROUNDS):
             groups = self.groups(now)
             # Replacements of machines with a notice, and of machines in use for which EC2
-            # recommends it, are requested immediately, see `Sharing`.
+            # recommends it, are requested immediately; see `Sharing`.
             leaving = len(groups.noticed) + groups.used_at_risk(wanted)
             view = self._view(now, wanted + leaving, on_demand)
             decision = decide(self.state.listed(self.market.nodes), self.rules, view)
@@ -142,7 +142,7 @@ class VirtualFleet:
         self._due_at = self._next_timer(now)
 
     def groups(self, now: float) -> _Groups:
-        """Return the machines by what they do now."""
+        """Return the machines, grouped by what they do now."""
         known = self._groups
         # Nothing changes until a machine starts or ends, is ready, or has a notice.
         if known.version != self.market.version or now >= known.until:
@@ -150,7 +150,7 @@ class VirtualFleet:
         return known
 
     def _power_off(self, now: float, wanted: int) -> None:
-        """End noticed machines that EC2 would charge for; one in its first hour becomes free."""
+        """End idle machines with a notice, except those in their first hour, which become free."""
         groups = self.groups(now)
         used = groups.training[:wanted]
         for node in groups.noticed:

@@ -25,7 +25,7 @@ class SimulatedJob:
     workers: int
     """Maximum number of workers, one per machine."""
     duration_s: float
-    """Time of the whole job on all workers, undisturbed, in seconds."""
+    """Time of the whole job on all workers without interruptions, in seconds."""
     deadline_s: float
     """Time from submission to the deadline, in seconds."""
     on_demand_usd: float
@@ -35,7 +35,7 @@ class SimulatedJob:
     keep: float = 0.5
     """See ``DeadlineTerms.keep``."""
     efficiency: float = 1.0
-    """Scaling efficiency of all workers, see ``rates_of_efficiency``."""
+    """Scaling efficiency of all workers; see ``rates_of_efficiency``."""
     boot_s: tuple[float, float] = (120.0, 300.0)
     """Shortest and longest boot time, in seconds."""
     stall_s: float = 1.0
@@ -47,7 +47,7 @@ class SimulatedJob:
     shortage: float = 0.0
     """Probability that a request for on-demand machines is refused."""
     own_rates: Rates = ()
-    """Throughput by number of workers, relative to one worker; empty for that of ``efficiency``."""
+    """Throughput by number of workers, relative to one worker; by default from ``efficiency``."""
 
     @cached_property
     def rates(self) -> Rates:
@@ -107,12 +107,12 @@ class Outcome:
     spot_hours: float
     on_demand_hours: float
     goodput: float
-    """Work per second until the end, as a share of all workers undisturbed; the sum of the jobs."""
+    """Work of all jobs per second until the end, relative to all workers without interruptions."""
     mean_workers: float
     num_changes: int
-    """Number of changes of the set of workers."""
+    """Number of times that the set of workers changed."""
     job_finishes_s: tuple[float, ...] = ()
-    """``finish_s`` of each job; ``finish_s`` is that of the last one."""
+    """Finish time of each job; ``finish_s`` is the latest one."""
 
 
 class Progress:
@@ -122,8 +122,8 @@ class Progress:
         job: The job.
         left: Work that is left, in seconds of one worker.
         now: Time of the newest work, in seconds.
-        worker_s: Time of all workers, in seconds.
-        num_changes: Number of changes of the set of workers.
+        worker_s: Total time of all workers, in seconds.
+        num_changes: Number of times that the set of workers changed.
         finish_s: Time of the end; infinite before it.
     """
 
@@ -142,7 +142,7 @@ class Progress:
         """Train from ``now`` to the next tick; return True at the end of the job.
 
         ``training`` are the machines that train, in a fixed order. ``stall_s`` is the time without
-        training in this tick; by default, a stall for a change.
+        training in this tick; by default, one stall if the machines have changed.
         """
         job = self.job
         has_changed = bool(self._training) and training != self._training
@@ -165,7 +165,7 @@ class Progress:
 
     @property
     def goodput_s(self) -> float:
-        """Work done, in seconds of all workers undisturbed."""
+        """Work done, in seconds of all workers without interruptions."""
         return (self.job.work - self.left) / self.job.rates[-1]
 
     @property
@@ -176,7 +176,7 @@ class Progress:
 
 
 def outcome_of(market: VirtualMarket, jobs: Sequence[Progress]) -> Outcome:
-    """Return the result of jobs on one pool, with the costs of all machines until the last ends."""
+    """Return the result of jobs on one pool, with all machines' costs until the last job ends."""
     until = max(one.now for one in jobs)
     charges = market.charges(jobs[0].job.prices(market.trace), until)
     spot, on_demand = charges["spot"], charges["on-demand"]

@@ -55,8 +55,9 @@ def run_simulation(
 ) -> tuple[Simulation, list[str]]:
     """Carry out the line; return the result, and notes about assumptions.
 
-    None where the pool or a default decides. ``sizings`` are ways to size the job to compare, and
-    ``jobs`` the scaling efficiencies of several jobs on one pool, in order of submission.
+    For an option that is None, the pool or a default decides. ``sizings`` are the ways of sizing
+    the job to compare. ``jobs`` has the scaling efficiency of each job on the pool, in order of
+    submission.
 
     Raises:
         ConfigError: If an option is invalid, or the deadline cannot be met.

@@ -33,7 +33,7 @@ class VirtualNode:
     notice_at: float = NEVER
     """When EC2 announces the interruption."""
     risk_at: float = NEVER
-    """When EC2 recommends to replace it; ``notice_at`` without a recommendation."""
+    """When EC2 recommends replacing it; ``notice_at`` without a recommendation."""
     rank: int | None = None
     """See ``Slot.rank``."""
     ended_at: float | None = None
@@ -60,7 +60,7 @@ class VirtualMarket:
     Args:
         trace: Spot capacity, beginning at time 0.
         rng: Source of boot times, refusals, and of the choice of machines.
-        boot_s: Shortest and longest boot time, in seconds; uniform between them.
+        boot_s: Shortest and longest boot time, in seconds; times are drawn uniformly.
         shortage: Probability that a request for on-demand machines is refused.
         boots_s: Measured boot times to draw from instead of ``boot_s``, in seconds.
     """
@@ -83,7 +83,7 @@ class VirtualMarket:
         self._losses: list[tuple[float, str]] = []
 
     def advance(self, now: float) -> None:
-        """Bring the market to ``now``: capacity that appears, and machines that EC2 reclaims."""
+        """Advance the market to ``now``: add new capacity, and end machines that EC2 reclaims."""
         slots = self.trace.slots
         while self._next < len(slots) and slots[self._next].since_s <= now:
             slot = slots[self._next]
@@ -150,7 +150,7 @@ class VirtualMarket:
         """Return the index of the slot of a new machine."""
         ranks = [slot.rank for slot in free if slot.rank is not None]
         if ranks:
-            # EC2 interrupts machines only when there are more than its capacity.
+            # EC2 interrupts machines only when there are more machines than capacity.
             return next(n for n, slot in enumerate(free) if slot.rank == min(ranks))
         # The trace does not record the machine that EC2 would assign, so draw one.
         return self.rng.randrange(len(free))

@@ -36,7 +36,7 @@ from etrain_jupyter.plugins.planner.simulation.sizing import (
 from etrain_jupyter.plugins.planner.simulation.trace import SpotTrace
 
 KEEPS = {"lazy": 0.0, "uniform": 1.0}
-"""Policies that are ``deadline`` with a fixed ``keep``."""
+"""Variants of ``deadline`` with a fixed ``keep``."""
 POLICIES = ("on-demand", "spot", "fallback", "greedy-gang", "uniform-gang", "lazy", "deadline",
             "uniform")  # fmt: skip
 """Names of the policies, in the order of the tables."""
@@ -74,7 +74,7 @@ class PolicyResult:
 
     @cached_property
     def mean_usd(self) -> float:
-        """Mean cost in US dollars, including those of runs that did not finish."""
+        """Mean cost in US dollars, including runs that did not finish."""
         return self.mean(lambda one: one.cost_usd)
 
 
@@ -101,7 +101,7 @@ class Simulation:
 
     @property
     def on_demand_usd(self) -> float:
-        """Cost of all jobs on demand, undisturbed: the reference of all cost shares."""
+        """On-demand cost of all jobs without interruptions; all cost shares are relative to it."""
         return sum(one.workers * one.duration_s / 3600 * one.on_demand_usd for one in self.jobs)
 
     def __getitem__(self, label: str) -> PolicyResult:
@@ -134,7 +134,7 @@ def simulate(
         rules: Rules of the pool; by default those of a pool without budget.
 
     Raises:
-        ConfigError: If the deadline cannot be met; the message says by how much, and what could.
+        ConfigError: If the deadline cannot be met; the message states by how much, and a remedy.
     """
     check_deadline(job)
     base = _base_rules(rules, job.workers)
@@ -159,12 +159,12 @@ def simulate_sizes(
     seed: int = 0,
     rules: Rules | None = None,
 ) -> Simulation:
-    """Run jobs together on one pool, with each way to size them, from the same random times.
+    """Run jobs together on one pool, with each way of sizing them, from the same random times.
 
     Args:
         trace: Recorded spot market.
-        jobs: The jobs, in order of submission; with the same prices, boot times and tick. Give them
-            ``ring_rates``: the rule that sizes them predicts such rates.
+        jobs: The jobs, in order of submission, with the same prices, boot times and tick. Give them
+            ``ring_rates``, because the rule that sizes jobs predicts such rates.
         policies: Names of policies, none of which is a gang.
         sizings: Ways to size the jobs.
         num_starts: Number of runs per policy and sizing.
@@ -226,7 +226,7 @@ def check_deadline(job: SimulatedJob) -> None:
     """Check that all workers can finish in time.
 
     Raises:
-        ConfigError: If they cannot; the hint names a deadline and a number of workers that would.
+        ConfigError: If they cannot; the hint names a feasible deadline and number of workers.
     """
     terms = job.terms
     if terms.slack_s > 0:
@@ -296,7 +296,7 @@ def _run_gang(market: VirtualMarket, job: SimulatedJob, *, is_uniform: bool) -> 
         ready = (node for node in market.nodes.values() if node.ready_at <= now)
         running = tuple(islice(ready, job.workers))  # the oldest, so that spare machines wait
         is_whole = len(running) == job.workers
-        # A new gang, and one with a replaced machine, restarts from its last checkpoint.
+        # A gang that is new, or has a replaced machine, restarts from its last checkpoint.
         if not is_whole or running != members:
             waiting_s = job.gang_restart_s
         members = running

@@ -60,11 +60,11 @@ def ring_rates(workers: int, efficiency: float) -> Rates:
     """Return the throughput by number of workers of a job that exchanges gradients in a ring.
 
     ``rates_of_efficiency`` charges a cost per worker. Here, the backward pass hides a part of the
-    exchange, as in a real job: a few workers scale almost linearly, and more of them worse.
+    exchange, as in a real job, so a few workers scale almost linearly, and many scale worse.
 
     Args:
         workers: Number of workers at which the efficiency is known.
-        efficiency: Throughput by ``workers`` times that of one worker.
+        efficiency: Throughput divided by ``workers`` times that of one worker.
 
     >>> [round(rate, 2) for rate in ring_rates(8, 0.6)]
     [0.0, 1.0, 1.93, 2.8, 3.61, 4.04, 4.34, 4.59, 4.8]
@@ -87,11 +87,11 @@ def _true_step_s(workers: int, log_s_per_byte: float) -> float:
 
 
 class VirtualSpeeds:
-    """The speed of a job by its number of workers, as far as it has trained on them.
+    """Speed of a job for each number of workers that it has trained on.
 
-    A step of ``w`` workers takes the time that the job's rates give; what exceeds linear scaling is
-    communication. The steps are folded by ``SpeedEvidence``, so that predictions
-    for other numbers of workers are those of the head.
+    The job's rates determine the time of a step; the part that exceeds linear scaling is
+    communication. ``SpeedEvidence`` folds the steps, so predictions for other numbers of workers
+    are the same as in the head.
     """
 
     def __init__(self, job: SimulatedJob) -> None:
@@ -174,7 +174,7 @@ class SizedJob:
 
     @property
     def min_workers(self) -> int:
-        """Number of workers without which it waits."""
+        """Minimum number of workers; with fewer, the job waits."""
         return self.job.workers if self.sizing == "fixed" else 1
 
     @property
@@ -196,10 +196,10 @@ class SizedJob:
         )
 
     def review_size(self, now: float) -> None:
-        """Choose again how many workers to use, if the job is sized by goodput."""
+        """Reconsider how many workers to use, if the job is sized by goodput."""
         if self.sizing != "goodput":
             return
-        # As in ``Sharing``, the deadline counts only if it is that of the pool.
+        # As in ``Sharing``, the deadline counts only if the pool has a deadline policy.
         needed = 0.0
         if self.keep is not None:
             needed = self.progress.left / max(self.job.deadline_s - now, 1.0)
@@ -239,7 +239,7 @@ def run_sized(
 ) -> Outcome:
     """Run jobs, submitted together, on one pool until the last one has finished.
 
-    ``speeds`` are those that each job would measure, and ``keep`` is ``DeadlineTerms.keep``; None
+    ``speeds`` are what each job would measure, and ``keep`` is ``DeadlineTerms.keep``; None
     if the pool has no deadline.
     """
     running = [

@@ -123,7 +123,7 @@ def rows_of(simulation: Simulation) -> list[dict[str, Any]]:
     """Return one row per policy, sizing and run, for ``pandas.DataFrame``.
 
     Times are in seconds; ``finish_s`` is None if a run was given up. ``cost_share`` is relative to
-    the cost of the job on demand, undisturbed.
+    the cost of the job on demand without interruptions.
     """
     rows = []
     for result in simulation.results:

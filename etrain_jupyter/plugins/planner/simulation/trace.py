@@ -1,7 +1,7 @@
 """Spot capacity over time, as recorded: the machines of each zone, and their prices.
 
-A trace is circular, so that a run may start at any time of it: after its end, it starts again.
-Machines that run at the end continue as machines that run at the start, as far as there are both.
+A trace is circular, so that a run may start at any time: after its end, the trace repeats.
+A machine that runs at the end continues as one that runs at the start, if there is one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Slot:
     """Seconds from the rebalance recommendation to the notice; 0 without a recommendation, which no
     public trace records."""
     rank: int | None = None
-    """If the trace records capacity: this slot ends before those of lower ranks. None if it records
-    interruptions, which affect any machine."""
+    """If the trace records capacity, a slot ends before those of lower ranks. None if the trace
+    records interruptions, which affect any machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class SpotTrace:
 
     @cached_property
     def zones(self) -> tuple[str, ...]:
-        """Its zones."""
+        """The zones of the trace."""
         return tuple(sorted({*self.all_zones, *(slot.zone for slot in self.slots)}))
 
     @property
@@ -70,7 +70,7 @@ class SpotTrace:
 
     @property
     def losses_per_node_hour(self) -> float:
-        """Machines that EC2 reclaimed before the end of the trace, per machine and hour."""
+        """Machines that EC2 reclaimed before the end of the trace, per machine hour."""
         num_lost = sum(slot.until_s < self.length_s for slot in self.slots)
         hours = self.mean_capacity * self.length_s / 3600
         return num_lost / hours if hours else 0.0
@@ -110,7 +110,7 @@ class SpotTrace:
         continued = set(following.values())
         for lap in range(math.ceil(end_s / self.length_s)):
             for number, slot in enumerate(self.slots):
-                # It continues a machine of the lap before, which has produced it.
+                # This slot continues one of the previous lap, and was yielded as part of that slot.
                 if lap and number in continued:
                     continue
                 last, until = number, lap * self.length_s + slot.until_s

@@ -261,7 +261,7 @@ def _read_polled(lines: Sequence[str], path: Path) -> _Recording:
         if match is None:
             raise _invalid(path, number, f"{line[:60]!r} is not date, time, machines")
         at = datetime.fromisoformat(f"{match[1]} {match[2]}+00:00").timestamp()
-        # Some pollers repeat a count with times that lie ahead. A later line replaces them.
+        # Some pollers repeat a count with times in the future. A later line replaces them.
         while counts and counts[-1].at_s >= at:
             counts.pop()
         counts.append(_Count(at_s=at, zone=ZONE, capacity=int(match[3])))
@@ -355,7 +355,7 @@ def _slots_of(recording: _Recording) -> list[Slot]:
     """Return machines for counts.
 
     When a count falls, the machines of the highest ranks end if the counts are EC2's capacity;
-    otherwise, machines chosen at random.
+    otherwise, randomly chosen machines end.
     """
     # Counts do not say which machines EC2 reclaimed. A fixed seed gives the same trace each time.
     rng = random.Random(0)

@@ -8,8 +8,8 @@ seconds. It calls SLURM's commands in threads, because they may take seconds::
     sbatch, scancel
 
 The queue is the only record of the jobs, so the next scheduler, or a head that takes over, adopts
-them with its first listing. SLURM's own requeueing is disabled: a job that has ended is replaced by
-a new one, whose worker has a new name.
+them with its first listing. SLURM's own requeueing is disabled, so a job that has ended is replaced
+by a new one, whose worker has a new name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from etrain_jupyter.process.survivors import WorkerRecords
 logger = logging.getLogger(__name__)
 
 FIRST_BACK_OFF_S, MAX_BACK_OFF_S = 5.0, 300.0
-"""Delay before the next submission after one failure, and after many; it doubles."""
+"""First and longest delay before the next submission; each failure doubles the delay."""
 HEALTHY_S = 30.0
 """A job that ran for at least this many seconds is replaced without a back-off."""
 CLOSE_S = 5.0
@@ -58,7 +58,7 @@ class SlurmNodes:
     finish_by_s: float | None = None
 
     def __init__(self, facts: HeadFacts) -> None:
-        # Import dask-jobqueue now, on the main thread: it replaces signal handlers.
+        # Import dask-jobqueue now, on the main thread, because it replaces signal handlers.
         job_class()
         self._facts = facts
         self._spec = SlurmSpec.model_validate(facts.settings.spec)
@@ -72,7 +72,7 @@ class SlurmNodes:
         self._wanted = 0
         self._held = max(self._spec.workers.min, self._records.num_held())
         self._jobs: dict[str, QueuedJob] = {}  # by worker, as last listed
-        self._unlisted: dict[str, float] = {}  # when jobs were submitted that were never listed
+        self._unlisted: dict[str, float] = {}  # submission times of jobs that were never listed
         self._connected: set[str] = set()  # workers of listed jobs that have connected
         self._releasing: dict[str, float] = {}  # by worker: time (epoch) of its forced end
         self._cancelled: set[str] = set()
@@ -98,7 +98,8 @@ class SlurmNodes:
         self._script("w0")  # reports settings that dask-jobqueue refuses
         self._site.publish(scheduler_address, num_lives=self._facts.incarnation)
         self._take(await self._first_list())
-        # These workers may be training: keep them until the restored jobs have requested workers.
+        # These workers may be training, so keep them until the restored jobs have requested
+        # workers.
         self._wanted = len(self._jobs)
         self._task = asyncio.create_task(self._run())
 
@@ -107,7 +108,7 @@ class SlurmNodes:
             try:
                 return await asyncio.to_thread(commands.list_jobs, self._prefix)
             except SlurmError as exc:
-                # A later scheduler must not give up while its workers train: they wait for it.
+                # A later scheduler must not give up, because its workers still wait for it.
                 if self._facts.incarnation == 1:
                     raise
                 logger.warning("the jobs of %s are not known yet: %s", self._prefix, exc)
@@ -185,7 +186,7 @@ class SlurmNodes:
     async def close(self, *, grace_s: float) -> None:
         """Cancel all jobs and remove the cluster's folder on the shared disk."""
         if self._task is not None:
-            # Do not cancel the task: a job that is being submitted would be missed below.
+            # Do not cancel the task, because a job that is being submitted would be missed below.
             self._is_closing = True
             self._wake.set()
             with contextlib.suppress(TimeoutError):
@@ -243,7 +244,8 @@ class SlurmNodes:
             self._facts.on_notice(worker, time.time() + left_s)
         await self._cancel([*plan.cancels, *self._due()])
         for _ in range(plan.num_submits):
-            # Check each time: the cluster may begin to shut down, or SLURM may refuse a job.
+            # Check each time, because the cluster may begin to shut down, or SLURM may refuse a
+            # job.
             if self._halted or self._is_closing or time.monotonic() < self._retry_at:
                 break
             await self._submit()
@@ -323,7 +325,7 @@ class SlurmNodes:
 
     def _back_off(self, num_failures: int) -> None:
         delay_s = min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(num_failures - 1, 10))
-        # At most ten ticks, so that a test with short ticks is short.
+        # At most ten ticks, so that a test with short ticks stays short.
         self._retry_at = time.monotonic() + min(delay_s, 10 * self._spec.tick)
 
     def _due(self) -> list[str]:
@@ -349,7 +351,7 @@ class SlurmNodes:
                 logger.info("cancelling the jobs of %s %s", known, signal)
                 ids = [self._jobs[worker].job_id for worker in known]
                 await asyncio.to_thread(commands.cancel, ids, signal=signal)
-                # Not earlier: if the command fails, the next tick repeats it.
+                # Only now, so that the next tick repeats a command that has failed.
                 done.update(known)
 
     async def _submit(self) -> None:

@@ -93,8 +93,8 @@ def _to_notify(
 ) -> tuple[str, ...]:
     connected = [slot for slot in expiring if slot.is_connected]
     num_ready = sum(slot.is_connected for slot in lasting)
-    # As many as the others can replace, and those whose time is up: SLURM's own signal may be
-    # configured away.
+    # Notify as many workers as the others can replace, and those whose time is up, because SLURM
+    # may be configured not to send its own signal.
     num_spare = num_ready + len(connected) - target
     return tuple(
         slot.worker

@@ -59,7 +59,8 @@ def job_script(
 ) -> str:
     """Return the script that sbatch runs for a worker.
 
-    It contains no secrets: the worker reads its certificates from ``site``, the cluster's folder.
+    It contains no secrets, because the worker reads its certificates from ``site``, the cluster's
+    folder.
 
     Raises:
         PoolError: If dask-jobqueue refuses the settings.

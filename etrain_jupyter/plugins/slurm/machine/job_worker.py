@@ -1,6 +1,6 @@
 """The worker of a SLURM job: ``python -m etrain_jupyter.plugins.slurm.machine.job_worker``.
 
-The job script replaces its shell by this process, which therefore gets SLURM's signals:
+The job script replaces its shell with this process, which therefore gets SLURM's signals:
 
 =========  ===================================  ==================================================
 signal     sent by SLURM                        reaction
@@ -116,7 +116,7 @@ def _limit_threads(device: str) -> None:
 
 
 def _hold_stdin_open() -> None:
-    """Replace standard input by a pipe that this process keeps open.
+    """Replace standard input with a pipe that this process keeps open.
 
     A worker and its trainers exit at the end of their standard input, and that of a SLURM job is
     empty. With this pipe, the trainers exit when the worker does.

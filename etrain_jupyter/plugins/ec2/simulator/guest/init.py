@@ -49,8 +49,8 @@ def descendants(root: int) -> list[int]:
 
 def kill_all() -> None:
     """Kill all descendants of this process, including those created in the meantime."""
-    # Repeat until none is left: a process may fork between the scan and its kill. Reap as well,
-    # because orphans become our children.
+    # Repeat until none is left, because a process may fork between the scan and its kill. Reap as
+    # well, because orphans become our children.
     ends_at = time.monotonic() + MAX_KILL_S
     while (alive := descendants(os.getpid())) and time.monotonic() < ends_at:
         for pid in alive:
@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def restore_signals() -> None:
-    """Restore the default signal handlers: children inherit ignored signals."""
+    """Restore the default signal handlers, because children inherit ignored signals."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
