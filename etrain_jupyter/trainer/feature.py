@@ -66,7 +66,7 @@ class StepFeature:
         """Change the gradients before the optimizer uses them."""
 
     def after_update(self) -> None:
-        """Act on the updated weights."""
+        """Act on the updated weights, which may be complete only in the next generation."""
 
     def after_commit(self, step: Step) -> None:
         """Keep the step's changes."""
@@ -182,11 +182,13 @@ class Step:
     """True if this rank must not apply the update on its own: with ``shard: optimizer``, the next
     generation decides whether the step counts."""
     is_updated: bool = False
-    """True if the weights have changed; False if all ranks skip the update."""
+    """False if all ranks skip the update. Before the update, True means that it is due."""
     times: StepTimes = field(default_factory=StepTimes)
     """Times of the step's parts; valid once the step is committed."""
     elapsed_s: float = 0.0
     """Time since the end of the last step or evaluation, in seconds."""
+    metrics_began_s: float
+    """``measures.spent_s`` at the beginning of the step: evaluations use the metrics, too."""
     metrics_s: float | None = None
     """Time in the cell's metric functions, in seconds; None if it cannot be measured."""
 

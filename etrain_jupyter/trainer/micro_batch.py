@@ -21,6 +21,9 @@ from etrain_jupyter.config.schema import BatchConfig, TrainConfig
 from etrain_jupyter.rules.samples.batch_plan import plan_step
 from etrain_jupyter.trainer.references import WorkloadError
 
+OUT_OF_MEMORY = "out of memory"
+"""Failure of a generation in which a rank ran out of device memory."""
+
 NUM_REFINEMENTS = 3
 """Number of bisection steps between the largest size known to fit and the smallest that does
 not."""

@@ -147,11 +147,10 @@ class StepTrainer:
         #     rank 1   sums complete ── update ── commit 8
         #     rank 2   lost a peer before its sums were complete ── undo, stays at 7 ── behind
         self._watch.begin()
-        metrics_began_s = self._workload.measures.spent_s
         step = self._begin_step(group, gradients, batches, batch_size, requests)
         self.in_step = True
         try:
-            gradients.compute(step)
+            gradients.compute(step)  # load, forward, backward, sum
             self._watch.gradients_are_summed()
             for act in self._features.after_sum:
                 act(step)
@@ -177,10 +176,6 @@ class StepTrainer:
                     act(step)
                 self.finish()
         finally:
-            # On a GPU the metrics only queue their work, and waiting for it would slow the step
-            # down.
-            if not self._is_cuda:
-                step.metrics_s = self._workload.measures.spent_s - metrics_began_s
             self._report(step)
         return step
 
@@ -217,6 +212,7 @@ class StepTrainer:
             places=self._places,
             features=self._features,
             collect_requests=requests,
+            metrics_began_s=self._workload.measures.spent_s,
         )
         for act in self._features.before_forward:
             act(step)
@@ -298,6 +294,9 @@ class StepTrainer:
         # The lower bound avoids a division by zero, because two clock readings may be equal.
         step.elapsed_s, self._last_end = max(now - self._last_end, 1e-9), now
         step.times = self._watch.times()
+        # On a GPU the metrics only queue their work, and waiting for it would slow the step down.
+        if not self._is_cuda:
+            step.metrics_s = self._workload.measures.spent_s - step.metrics_began_s
         for act in self._features.after_report:
             act(step)
         self._send(step.record())

@@ -89,7 +89,7 @@ class Trainer:
             change_pending=self.commands.change_pending,
             is_first=self._number == 0,
         )
-        self._config: TrainConfig
+        self._config: TrainConfig | None = None
         self._bundle: OpenBundle | None = None
         self._built: BuiltJob | None = None
         self._is_forming = False
@@ -137,6 +137,8 @@ class Trainer:
         if self._built is not None:
             self._built.checkpointer.close()
             self._built.loop.close()
+        elif self._builder.workload is not None:  # a trial pass has failed
+            self._builder.workload.close()
         self._reporter.close()
 
     # --- warm-up ---
@@ -144,14 +146,14 @@ class Trainer:
     def _warm_up(self) -> None:
         started = time.monotonic()
         self._send(WarmUpBegun(phase="build"))
-        self._config = TrainConfig.model_validate(self._launch.config)
+        config = self._config = TrainConfig.model_validate(self._launch.config)
         # Makes relative paths and local modules work as in the notebook if the notebook's folder
         # exists here: on the same machine, or on a shared file system.
         folder = self._launch.cwd
         if folder and Path(folder).is_dir():
             os.chdir(folder)
             sys.path.insert(0, folder)
-        self._bundle = self._builder.open_bundle(self._config)
+        self._bundle = self._builder.open_bundle(config)
         self._build()
         self._faults.at("warm", rank=self._number, step=0)
         self._beat()
@@ -162,6 +164,7 @@ class Trainer:
 
     def _build(self) -> None:
         # Also called by ``_restore``, when training starts again from the initial weights.
+        assert self._config is not None
         assert self._bundle is not None
         self._built = self._builder.build(self._config, self._bundle, before=self._built)
         self.commands.checkpointer = self._built.checkpointer
@@ -261,7 +264,7 @@ class Trainer:
         # it.
         if not self._is_forming or (cause := out_of_memory_in(exc)) is None:
             return None
-        error = f"{text_of(cause)}; {hint_for_memory(self._config)}"
+        error = f"{text_of(cause)}; {hint_for_memory(self._job.loop.state.config)}"
         group.abort(error)  # the others wait for this rank
         if group.rank not in message.behind and not message.restore:
             return Failure(error=error)  # it has the newest state, and keeps it

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from etrain_jupyter import __version__
 
-WIRE_VERSION = 11
-"""Version of the messages in ``wire.messages`` and ``wire.requests``. Increment it with each change
-that is incompatible with older versions."""
+WIRE_VERSION = 12
+"""Version of the messages in ``wire.messages`` and ``wire.requests``, and of the step header, which
+the ranks sum. Increment it with each change that is incompatible with older versions."""
 
 PROTOCOL_KEY = "protocol"
 NAMES = {

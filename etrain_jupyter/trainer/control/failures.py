@@ -18,8 +18,11 @@ from etrain_jupyter.trainer.control.error_origin import (
 from etrain_jupyter.trainer.group.backends import GLOO, NCCL
 from etrain_jupyter.trainer.group.pending import text_of
 from etrain_jupyter.trainer.group.process_group import ABORTED, RankGroup
-from etrain_jupyter.trainer.loop.train_loop import OUT_OF_MEMORY
-from etrain_jupyter.trainer.micro_batch import hint_for_memory, is_out_of_memory
+from etrain_jupyter.trainer.micro_batch import (
+    OUT_OF_MEMORY,
+    hint_for_memory,
+    is_out_of_memory,
+)
 from etrain_jupyter.trainer.sharding.shard_sync import ShardsLostError
 from etrain_jupyter.trainer.trial_checks import UpdateInPassError
 from etrain_jupyter.trainer.workload import Workload
@@ -58,7 +61,7 @@ def failure_of(group: RankGroup, exc: BaseException) -> Failure:
 def describe_user_error(
     exc: BaseException,
     *,
-    config: TrainConfig,
+    config: TrainConfig | None,
     bundle: OpenBundle | None,
     workload: Workload | None,
 ) -> tuple[str, str]:
@@ -66,7 +69,7 @@ def describe_user_error(
 
     Args:
         exc: The error.
-        config: The job.
+        config: The job; None if it is invalid.
         bundle: The notebook's objects; None if they could not be opened.
         workload: The job's workload; None if it could not be built.
     """
@@ -77,7 +80,7 @@ def describe_user_error(
             return str(exc), bundle.format_user_traceback(exc).rpartition("\n")[0]
         return str(exc), getattr(exc, "user_traceback", "")
     summary = f"{type(exc).__name__}: {exc}".partition("\n")[0].rstrip(": ")
-    if is_out_of_memory(exc):
+    if is_out_of_memory(exc) and config is not None:
         summary += f"; {hint_for_memory(config)}"
     if needs_missing_gpu(exc):
         summary = f"{summary.rstrip('.')}. {HINT_WITHOUT_GPU}"

@@ -68,14 +68,11 @@ class Evaluations:
         return self._scores is not None and bool(self._state.best_tracker.missing(measured))
 
     def is_due(self) -> bool:
-        """Return True if the current state must be evaluated before the next step.
-
-        Only for jobs with ``data.eval``.
-        """
+        """Return True if the current state must be evaluated before the next step."""
         state = self._state
-        # This also covers evaluations that took place before this rank received or restored the
-        # state.
-        if state.step == state.evaluated_step:
+        # The second condition also covers evaluations that took place before this rank received or
+        # restored the state.
+        if state.workload.eval is None or state.step == state.evaluated_step:
             return False
         # All ranks must make the same decision, so no clock is read here. An interval in seconds is
         # measured on rank 0's clock; the step header then sets ``is_eval_owed`` on all ranks. The

@@ -77,7 +77,7 @@ class LearningRate(StepFeature):
         """True if the optimizer's own rates are used, so that steps need not call this feature."""
         return self._schedule is None and self._scaling is None
 
-    def after_sum(self, step: Step) -> None:
+    def before_update(self, step: Step) -> None:
         """Update the gradient noise, then set the step's rates, which the noise bounds."""
         if step.mean_of_squares is not None:
             # Both values are squares of gradients that were multiplied by the loss scale.

@@ -31,7 +31,7 @@ from etrain_jupyter.trainer.gradients.sharded import ShardedGradients
 from etrain_jupyter.trainer.group.process_group import CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop.evaluations import Evaluations
 from etrain_jupyter.trainer.loop.learning_rate import rates_of
-from etrain_jupyter.trainer.micro_batch import MicroBatch, largest_pass
+from etrain_jupyter.trainer.micro_batch import OUT_OF_MEMORY, MicroBatch, largest_pass
 from etrain_jupyter.trainer.rank_times import RankTimes
 from etrain_jupyter.trainer.scoring.score_process import Scorer
 from etrain_jupyter.trainer.seeds import seed_of
@@ -48,9 +48,6 @@ from etrain_jupyter.trainer.warm_up import PassEffects, WarmUp
 from etrain_jupyter.trainer.workload import Workload
 from etrain_jupyter.wire.messages import TextLogged, WeightsFingerprinted
 from etrain_jupyter.wire.progress_page import ProgressPage
-
-OUT_OF_MEMORY = "out of memory"
-"""Failure of a generation in which a rank ran out of device memory."""
 
 GenerationEnd = Literal["planned", "done", "nan"]
 """Ways in which a generation can end without failing: ``planned`` for a planned change, ``done`` if
@@ -276,8 +273,7 @@ class TrainLoop:
             # Evaluate before checking for the end, because the final state is evaluated, too.
             # Evaluate before the step, because an evaluation that the previous generation did not
             # finish is due now.
-            has_eval = self.workload.eval is not None
-            if has_eval and self.evaluations.is_due() and not self._evaluate(group, hooks):
+            if self.evaluations.is_due() and not self._evaluate(group, hooks):
                 return self._leave("planned")
             if self.state.is_done:
                 # The result of the job includes the scores of its last evaluation.

@@ -12,7 +12,7 @@ from etrain_jupyter.trainer.control.failures import DISCONNECTED, Failure, failu
 from etrain_jupyter.trainer.group.pending import MAX_TEXT, text_of
 from etrain_jupyter.trainer.group.process_group import BroadcastStore, CommunicationError, RankGroup
 from etrain_jupyter.trainer.loop import train_loop
-from etrain_jupyter.trainer.loop.train_loop import OUT_OF_MEMORY
+from etrain_jupyter.trainer.micro_batch import OUT_OF_MEMORY
 from etrain_jupyter.trainer.state import state_sync, transfer
 from etrain_jupyter.trainer.state.background_digest import BackgroundDigest
 from etrain_jupyter.trainer.state.capture import take_state
@@ -300,3 +300,13 @@ def test_rank_keeps_the_starts_that_the_coordinator_leaves_out(rigs):
         rig.form(generation, **starts)
         rig.wait_for(m.GenerationLeft)
     assert rig.trainer._job.checkpointer.starts == [0, 4, 4]
+
+
+def test_job_whose_keys_are_invalid_here_is_reported_as_an_error(rigs):
+    rig = rigs()
+    rig.trainer._launch.config["optimizer"] = {"name": "NoSuchOptimizer"}
+
+    told = rig.start().wait_for(m.UserCodeFailed)
+
+    assert told.generation == 0
+    assert "validation error for TrainConfig" in told.error

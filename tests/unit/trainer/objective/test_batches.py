@@ -6,7 +6,7 @@ from collections import UserDict
 
 import pytest
 
-from etrain_jupyter.trainer.objective.one_pass import split_batch
+from etrain_jupyter.trainer.objective.batches import split_batch
 from etrain_jupyter.trainer.references import DataError, WorkloadError
 
 
