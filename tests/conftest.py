@@ -22,7 +22,8 @@ from etrain_jupyter.testing.s3_server import S3Server
 PLUGINS = re.compile(
     r"etrain_jupyter\.plugins|testing\.fakeaws|"
     r"tests\.(chaos\.spot|contract\.fleets|integration\.(aws_head|node_machine))|"
-    r"benchmarks(\.| import )(__main__|policies|search\b|search_simulated|sizing)"
+    r"benchmarks(\.advice|\.models)?(\.| import )"
+    r"(__main__|policies|search\b|search_simulated|sizing)"
 )
 """Modules that only the tests of plug-ins import."""
 FOLDER = Path(__file__).parent / "unit" / "plugins"
