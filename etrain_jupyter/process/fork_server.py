@@ -106,6 +106,13 @@ class ForkServerProcess:
             self._ending.append(self._process)
             self._process = None
 
+    def give_up(self) -> None:
+        """Kill a server that does not answer; its trainers survive."""
+        if self._process is not None:
+            self._process.kill()
+            self._num_failures += 1
+        self.retire()
+
     def _start(self) -> None:
         self._installed = read_installed()  # before its imports begin
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -29,6 +29,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 
 from etrain_jupyter.process.entry import kill_with_parent
@@ -45,6 +46,9 @@ instead of in a thread, because a process with threads must not fork."""
 
 PROBE_S = 5.0
 """Timeout in seconds for the trial fork."""
+
+TRIAL_S = 60.0
+"""Timeout in seconds of a trial; a module may hang while it is imported."""
 
 PASSED = 17
 """Exit code of a trial whose imports allow forks; no module is likely to exit with this code."""
@@ -93,6 +97,8 @@ class _Trial:
     pid: int
     pidfd: int
     modules: list[str]
+    deadline: float
+    """A ``time.monotonic`` value."""
 
 
 def serve(control: socket.socket) -> TrainerRequest | None:
@@ -119,13 +125,16 @@ class _Server:
         self._known_modules: set[str] = set()  # each is tried only once
         self._next_modules: list[str] = []
         self._trial: _Trial | None = None
+        self._is_spoiled = False
+        """True if imports that passed their trial have made forks impossible."""
 
     def run(self) -> TrainerRequest | None:
         while self._control is not None or self._connections:
             control = [self._control.fileno()] if self._control is not None else []
             trial = [self._trial.pidfd] if self._trial is not None else []
             watched = [KEEPER_PIPE, *control, *self._connections, *self._children, *trial]
-            ready = set(select.select(watched, [], [])[0])
+            left_s = self._trial.deadline - time.monotonic() if self._trial is not None else None
+            ready = set(select.select(watched, [], [], left_s and max(0.0, left_s))[0])
             if KEEPER_PIPE in ready:  # nothing is ever written, so this is the end of the file
                 break
             for pidfd in self._children.keys() & ready:
@@ -135,8 +144,13 @@ class _Server:
             for descriptor in self._connections.keys() & ready:
                 if (request := self._answer(descriptor)) is not None:
                     return request
-            if ready.intersection(trial):
+            if self._trial is not None and time.monotonic() >= self._trial.deadline:
+                signal.pidfd_send_signal(self._trial.pidfd, signal.SIGKILL)
                 self._end_trial()
+            elif ready.intersection(trial):
+                self._end_trial()
+            if self._is_spoiled:  # each worker starts a server of its own; the trainers continue
+                return None
             self._begin_trial()
         for descriptor in list(self._connections):
             self._drop(descriptor)
@@ -213,7 +227,9 @@ class _Server:
         with contextlib.suppress(OSError):  # out of memory or processes
             server = os.getpid()
             if pid := os.fork():
-                self._trial = _Trial(pid=pid, pidfd=os.pidfd_open(pid), modules=modules)
+                deadline = time.monotonic() + TRIAL_S
+                pidfd = os.pidfd_open(pid)
+                self._trial = _Trial(pid=pid, pidfd=pidfd, modules=modules, deadline=deadline)
                 return
             code = 1
             try:
@@ -232,6 +248,7 @@ class _Server:
         if os.waitstatus_to_exitcode(status) == PASSED:
             import_modules(trial.modules)
             self._check()
+            self._is_spoiled = not self._can_fork
         else:
             print("a fork would not work after these imports:", *trial.modules)
 

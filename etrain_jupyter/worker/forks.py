@@ -33,8 +33,11 @@ FORK_S = 60.0
 """Timeout of a fork in seconds. It takes milliseconds unless the server is stopped or swapped, or
 imports modules of a job."""
 
-IMPORT_S = 300.0
+IMPORT_S = 120.0
 """Timeout in seconds of a fork by a server that has not imported torch yet."""
+
+EXIT_S = 1.0
+"""Timeout in seconds of the server's report of an exit, which has the exit status."""
 
 UNKNOWN_STATUS = 255
 """Exit status of a process whose parent, the fork server, exited first."""
@@ -80,9 +83,15 @@ class ForkedProcess:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
 
-    def watch(self) -> None:
-        """Detect its exit without its parent, which has ended. Its exit status is then unknown."""
-        asyncio.get_running_loop().add_reader(self._pidfd, self.end, UNKNOWN_STATUS)
+    def watch(self, patience_s: float) -> None:
+        """Detect its exit even if the server, which is its parent, does not report it in time."""
+        if self.returncode is None:
+            asyncio.get_running_loop().add_reader(self._pidfd, self._note_exit, patience_s)
+
+    def _note_exit(self, patience_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._pidfd)
+        loop.call_later(patience_s, self.end, UNKNOWN_STATUS)
 
     def close_pipes(self) -> None:
         """Close our ends of its pipes."""
@@ -134,7 +143,7 @@ class ForkServer:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
         for process in self._running.values():
-            process.watch()
+            process.watch(0.0)  # no report will come
         self._running.clear()
         while self._requests:
             self._fail(OSError("the fork server has ended"))
@@ -197,6 +206,7 @@ class ForkServer:
             case Kind.FORKED:
                 self.is_ready = True
                 process = self._running[pid] = ForkedProcess(pid, fds[0])
+                process.watch(EXIT_S)
                 request = self._requests.popleft()
                 if request.done():  # the caller was cancelled or timed out
                     process.kill()
@@ -268,7 +278,9 @@ class Forks:
             return await server.fork(fds)
         except TimeoutError:
             if server is self._server:
-                self.rest()  # the next trainer gets another server
+                self._disconnect()  # the next trainer gets another server
+                if self._own is not None:
+                    self._own.give_up()
             raise
 
     def rest(self) -> None:

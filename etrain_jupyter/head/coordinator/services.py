@@ -73,7 +73,70 @@ class Service(Protocol):
         """Wait until everything is stored. Called as the scheduler closes."""
 
 
-def load_services(host: ServiceHost) -> list[Service]:
+class GuardedService:
+    """A service of a plug-in whose errors do not reach the jobs. Each is logged once."""
+
+    def __init__(self, name: str, service: Service) -> None:
+        self._name = name
+        self.service = service
+        self._failed: set[str] = set()
+
+    def _note(self, doing: str) -> None:
+        if doing not in self._failed:
+            self._failed.add(doing)
+            logger.exception("the service of the plug-in '%s' failed in %s", self._name, doing)
+
+    def _call(self, method: str, *args: Any, default: Any = None) -> Any:
+        try:
+            return getattr(self.service, method)(*args)
+        except Exception:
+            self._note(method)
+            return default
+
+    @property
+    def is_active(self) -> bool:
+        """See ``Service``."""
+        try:
+            return self.service.is_active
+        except Exception:
+            self._note("is_active")
+            return False
+
+    def handlers(self) -> dict[type[Request[Any]], Handler]:
+        """See ``Service``."""
+        found: dict[type[Request[Any]], Handler] = self._call("handlers", default={})
+        return found
+
+    def replay(self, folder: Path) -> None:
+        """See ``Service``."""
+        self._call("replay", folder)
+
+    def start(self) -> None:
+        """See ``Service``."""
+        self._call("start")
+
+    def take_events(self, job_id: str, new: Sequence[Event]) -> None:
+        """See ``Service``."""
+        self._call("take_events", job_id, new)
+
+    def limit_claims(self, claims: Sequence[Claim], workers: Sequence[str]) -> Sequence[Claim]:
+        """See ``Service``."""
+        limited: Sequence[Claim] = self._call("limit_claims", claims, workers, default=claims)
+        return limited
+
+    def stop_all(self, reason: str) -> None:
+        """See ``Service``."""
+        self._call("stop_all", reason)
+
+    async def close(self) -> None:
+        """See ``Service``."""
+        try:
+            await self.service.close()
+        except Exception:
+            self._note("close")
+
+
+def load_services(host: ServiceHost) -> list[GuardedService]:
     """Return the services of the installed plug-ins.
 
     A service that cannot be loaded is left out, because jobs must not depend on it.
@@ -82,7 +145,7 @@ def load_services(host: ServiceHost) -> list[Service]:
     for name, one in plugin.installed().items():
         try:
             if one.service:
-                services.append(plugin.load(one.service)(host))
+                services.append(GuardedService(name, plugin.load(one.service)(host)))
         except Exception:  # of another package
             logger.exception("the service of the plug-in '%s' is not used", name)
     return services

@@ -58,7 +58,8 @@ async def test_service_is_called_with_the_events_of_all_jobs_until_the_scheduler
     monkeypatch.setattr(plugin, "installed", lambda: {"acme": plugin.Plugin(service="a:Service")})
     monkeypatch.setattr(plugin, "load", lambda reference: Service)
     rig = Rig(tmp_path, monkeypatch)
-    [service] = rig.coordinator._services
+    [guarded] = rig.coordinator._services
+    service = guarded.service
     assert isinstance(service, Service)
     handlers = rig.coordinator._handlers()
     touch = handlers[q.TouchCluster]
@@ -89,3 +90,42 @@ def test_jobs_do_not_need_a_service_that_cannot_be_loaded(
 
     assert Rig(tmp_path, monkeypatch).coordinator._services == []
     assert "'acme'" in caplog.text
+
+
+class Broken(Service):
+    """Fails in every call."""
+
+    @property
+    def is_active(self) -> bool:
+        raise ValueError("is_active")
+
+    @is_active.setter
+    def is_active(self, value: bool) -> None:
+        pass
+
+    def handlers(self) -> dict[type[q.Request[Any]], Handler]:
+        raise ValueError("handlers")
+
+    replay = start = take_events = limit_claims = stop_all = handlers  # type: ignore[assignment]
+
+
+async def test_jobs_train_although_a_service_fails_in_every_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plugin, "installed", lambda: {"acme": plugin.Plugin(service="a:Broken")})
+    monkeypatch.setattr(plugin, "load", lambda reference: Broken)
+    rig = Rig(tmp_path, monkeypatch)
+
+    rig.coordinator.replay(tmp_path, died_at=0.0)
+    await rig.start("w1", "w2")
+    rig.commit("w1", 1)
+    rig.tick()
+    rig.tick()
+    assert rig.job.record.step == 1
+    assert rig.job.state.assigned == ("w1", "w2")
+    rig.coordinator.halt("the budget is used up")
+    await rig.coordinator.close()
+
+    failed = [record.args[1] for record in caplog.records if "failed in" in record.message]
+    assert sorted(failed) == sorted(set(failed)), "each failure is logged once"
+    assert {"replay", "start", "limit_claims", "stop_all"} <= set(failed)
