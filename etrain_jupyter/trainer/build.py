@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,16 @@ class JobBuilder:
         self._is_first = is_first
         self.workload: Workload | None = None
         """The job's workload; None until it is built."""
+
+    def enter_folder(self) -> None:
+        """Make relative paths and local modules work as in the notebook.
+
+        The notebook's folder must exist here, on the same machine or on a shared file system.
+        """
+        folder = self._launch.cwd
+        if folder and Path(folder).is_dir():
+            os.chdir(folder)
+            sys.path.insert(0, folder)
 
     def open_bundle(self, config: TrainConfig) -> OpenBundle:
         """Open the notebook's objects."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import os
-import sys
 import time
-from pathlib import Path
 from typing import Any, assert_never
 
 from etrain_jupyter.bundle.restore import OpenBundle
@@ -147,12 +144,7 @@ class Trainer:
         started = time.monotonic()
         self._send(WarmUpBegun(phase="build"))
         config = self._config = TrainConfig.model_validate(self._launch.config)
-        # Makes relative paths and local modules work as in the notebook if the notebook's folder
-        # exists here: on the same machine, or on a shared file system.
-        folder = self._launch.cwd
-        if folder and Path(folder).is_dir():
-            os.chdir(folder)
-            sys.path.insert(0, folder)
+        self._builder.enter_folder()
         self._bundle = self._builder.open_bundle(config)
         self._build()
         self._faults.at("warm", rank=self._number, step=0)
@@ -189,8 +181,7 @@ class Trainer:
             self._end_if_device_broke(exc, group)
             failure = self._memory_failure(exc, message, group) or failure_of(group, exc)
             # The weights of the only rank are torn, so exit. The job recovers as from any lost
-            # trainer. Before the first step, nothing is lost, because the initial weights can be
-            # rebuilt.
+            # trainer. Before the first step, the initial weights can be rebuilt.
             loop = self._job.loop
             if loop.steps.is_torn and loop.step and group.world_size == 1:
                 raise
@@ -260,8 +251,7 @@ class Trainer:
     def _memory_failure(
         self, exc: BaseException, message: JoinGeneration, group: RankGroup
     ) -> Failure | None:
-        # Within a step, lack of memory is the notebook's error, or ``batch.micro: auto`` handles
-        # it.
+        # Within a step, it is the notebook's error, unless ``batch.micro: auto`` handles it.
         if not self._is_forming or (cause := out_of_memory_in(exc)) is None:
             return None
         error = f"{text_of(cause)}; {hint_for_memory(self._job.loop.state.config)}"

@@ -269,8 +269,7 @@ class Coordinator(SchedulerPlugin, HeadCoordinator):
             is_used = self._mode.is_busy(facts.name)
             self._mode.lose(facts, cause)
             # Next, the scheduler notifies all other workers, which matters only to Dask's own
-            # tasks. In a large cluster, that takes a sixth of the time in which the survivors form
-            # the next generation, so delay it.
+            # tasks. In a large cluster, that would delay the next generation by a sixth.
             if is_used and len(self._workers) > MANY_WORKERS:
                 return asyncio.sleep(REMOVAL_DELAY_S)
         return None

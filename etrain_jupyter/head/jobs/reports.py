@@ -155,8 +155,7 @@ class TrainerMessages:
             case m.TextLogged():
                 yield from self._on_text(report, facts)
             case m.TrainerExited():
-                # Its last lines have arrived, because the supervisor reads them before reporting
-                # the exit.
+                # The supervisor has read its last lines before reporting the exit.
                 yield s.TrainerLost(
                     trainer=report.trainer,
                     cause=report.cause,
