@@ -612,7 +612,7 @@ class JobRestored(Event):
     """Number of logged steps after that step, which are repeated."""
     reason: str = ""
     """Why the state of the survivors could not be used: with ``shard: optimizer``, part of it was
-    lost. Empty if there was no such state."""
+    lost. Empty without such a state."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ class ForkServerProcess:
         """Return a new worker's end of a connection to the server; start it if necessary.
 
         Returns:
-            The connection; None if there is no server.
+            The connection; None without a server.
         """
         if sys.platform != "linux":
             return None

@@ -282,7 +282,7 @@ class Evidence:
     def review(self, now: float) -> Choice | None:
         """Choose again; return the choice if it differs from the current one.
 
-        Before the first checkpoint, there is no choice, and trainers start with a fixed interval.
+        Before the first checkpoint, no interval is chosen; trainers start with a fixed one.
         """
         costs = self.costs()
         if costs is None:

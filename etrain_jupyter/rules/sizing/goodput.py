@@ -11,7 +11,7 @@ product of time and cost, which is the largest ``goodput ** 2 / cost``::
         +----------+------- workers
 
 With linear scaling, the job takes all workers; if a second worker makes nothing faster, it takes
-one. ``%etrain plan`` uses the same rule to recommend an option if there is no deadline or budget.
+one. ``%etrain plan`` uses the same rule to recommend an option without a deadline or budget.
 
 Rates that were not measured are predictions, so a job at most doubles its workers at once, and
 measures before it continues, as in Pollux (Qiao et al., OSDI 2021).

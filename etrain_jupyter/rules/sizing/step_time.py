@@ -245,7 +245,7 @@ def fit_step_times(
         exchange: Their gradients.
 
     Raises:
-        ValueError: If there are no points.
+        ValueError: If ``points`` is empty.
     """
     if not points:
         raise ValueError("no measured step")

@@ -193,7 +193,7 @@ class Bucket(S3Requests):
             return None
         except AccessDeniedError:
             # For a missing object, a role that may not list the whole bucket gets "access denied"
-            # instead of "not found". It may list our prefix, which tells the two apart.
+            # instead of "not found". It may list our prefix, which distinguishes the two.
             with suppress(StoreError):
                 full = self.full_key(key)
                 if full not in [item["Key"] for item in self._listed(what, full)]:

@@ -120,7 +120,7 @@ class Layout:
         return self.parameters[part.param].detach().view(-1)[part.first : part.stop]
 
     def gradient(self, part: Slice) -> torch.Tensor | None:
-        """Return the same part of the parameter's gradient; None if there is no gradient."""
+        """Return the same part of the parameter's gradient; None without a gradient."""
         grad = self.parameters[part.param].grad
         # The strides of a gradient may differ from those of its contiguous parameter; ``reshape``
         # then copies the gradient.

@@ -215,7 +215,7 @@ class Restorer:
             [offer, *_] = gather_json(group, offer)
             parts = {name: Part.from_json(part) for name, part in offer["parts"].items()}
             if not parts:
-                # There is no checkpoint, or it belongs to another optimizer, so rank 0's initial
+                # Without a checkpoint, or with that of another optimizer, rank 0's initial
                 # state applies.
                 if group.rank == 0:
                     shards.restart()

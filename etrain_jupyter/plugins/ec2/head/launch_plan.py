@@ -75,7 +75,7 @@ def _options(rules: Rules, view: View, count: Count, missing: int, short_s: floa
         numbers = {"on-demand": view.on_demand - count.num_on_demand, "spot": missing}
         return [_Option(lifecycle=life, num_workers=n) for life, n in numbers.items() if n > 0]
     num_base = min(missing, rules.on_demand_base - count.num_on_demand)
-    # The base comes first, without waiting, because it keeps a job going when there is no spot
+    # The base comes first, without waiting, because it keeps a job going without spot
     # capacity.
     if num_base > 0:
         return [_Option(lifecycle="on-demand", num_workers=num_base)]

@@ -188,7 +188,7 @@ class SimulatedMachine:
                 return
             self._is_off = True
         # Cut the network first, because a machine that loses power sends no last packet, so its
-        # peers must detect the loss by a timeout. (Without namespaces there is no cable to cut.)
+        # peers must detect the loss by a timeout. (Without namespaces, a cable cannot be cut.)
         if self._process is not None:
             self._network.pull(self.address)
             self._kill(self._process)
