@@ -194,11 +194,7 @@ class Step:
 
     def reach(self, place: str) -> None:
         """Report that the step has reached a place."""
-        page, faults = self.places.page, self.places.faults
-        if page is not None:
-            page.beat(step=self.number, phase="computing")
-        if faults.planned:
-            faults.at(place, rank=self.group.rank, step=self.number)
+        self.places.reach(place, rank=self.group.rank, step=self.number)
 
     def fields_of(self, feature: StepFeature) -> list[float]:
         """Return a feature's header fields, summed over the ranks; empty if it has none."""
@@ -237,8 +233,7 @@ class Step:
         #     forward ── losses, requests ── header ─ ─ ─ ─ ─ sum
         #                                    backward ── buckets ── sums ── wait for all
         self.reach("all_reduce")
-        faults = self.places.faults
-        if faults.planned and faults.corrupts_loss(rank=self.group.rank, step=self.number):
+        if self.places.faults.corrupts_loss(rank=self.group.rank, step=self.number):
             self.header.corrupt_loss()
         requests = self.collect_requests(self)
         self.header.start(

@@ -233,12 +233,7 @@ class StepTrainer:
         # copied, because a copy would need as much memory as the model. Instead, the rank drops its
         # state and receives another rank's.
         self.is_torn = True
-        optimizer, precision = self._workload.optimizer, self._workload.precision
-        is_updated = True
-        if precision.is_scaled:
-            is_updated = precision.step(optimizer)
-        else:
-            optimizer.step()
+        is_updated = self._workload.precision.step(self._workload.optimizer)
         shards = self._workload.shards
         if is_updated and not (shards is not None and shards.is_stale):
             self._follow()
@@ -270,8 +265,8 @@ class StepTrainer:
         for act in self._features.after_commit:
             act(step)
         self.in_step = False
-        if (faults := self._places.faults).planned:
-            faults.corrupt_weights(self._workload.model, rank=step.group.rank, step=state.step)
+        rank = step.group.rank
+        self._places.faults.corrupt_weights(self._workload.model, rank=rank, step=state.step)
 
     def _undo(self, step: Step) -> None:
         # The weights and the optimizer have not changed yet (or are torn; see ``_apply``). But the

@@ -51,7 +51,7 @@ from etrain_jupyter.wire.messages import (
 from etrain_jupyter.wire.progress_page import ProgressPage
 
 # Import this module now. Otherwise, constructing the first optimizer would import it, which takes
-# seconds. A spare trainer imports it while it is idle.
+# seconds. The fork server imports it before it forks a trainer.
 importlib.import_module("torch._dynamo")
 
 

@@ -44,16 +44,15 @@ class FaultInjector:
         self.disconnect: Callable[[], None] = _nothing
         """Breaks the connections to the other ranks; set when a generation forms."""
         self._send = send
-        self.planned: list[Fault] = []
-        """Faults that may fire. A step calls no other method while it is empty."""
+        self._planned: list[Fault] = []
         self.renew(planned)
 
     def renew(self, planned: Iterable[Fault]) -> None:
         """Adopt a new generation's plan, which omits faults that have fired in other trainers."""
         # Requested faults belong to this trainer, and are not in the coordinator's plan.
-        requested = [fault for fault in self.planned if fault["at"] == ANYWHERE]
+        requested = [fault for fault in self._planned if fault["at"] == ANYWHERE]
         mine = [fault for fault in planned if fault["kind"] in _AT_A_PLACE | _CORRUPTIONS]
-        self.planned = requested + mine
+        self._planned = requested + mine
 
     def at(self, place: str, *, rank: int, step: int) -> None:
         """Inject the faults planned for this place; may not return.
@@ -70,11 +69,11 @@ class FaultInjector:
         """
         # This is called several times per step, so it must cost almost nothing without planned
         # faults.
-        if not self.planned:
+        if not self._planned:
             return
         # Iterate over a copy, because a fault that fires is removed, and the control thread may
         # append another.
-        for fault in list(self.planned):
+        for fault in list(self._planned):
             is_here = fault["kind"] in _AT_A_PLACE and fault["at"] in (place, ANYWHERE)
             if is_here and self._fires(fault, rank, step):
                 inject_fault(fault["kind"], disconnect=self.disconnect)
@@ -84,7 +83,7 @@ class FaultInjector:
         # These two kinds must affect the main thread, so they fire when it reaches its next place.
         # The others affect the whole process, and work even if the main thread is stuck.
         if kind in ("hang", "error"):
-            self.planned.append({"kind": kind, "rank": None, "step": 0, "at": ANYWHERE})
+            self._planned.append({"kind": kind, "rank": None, "step": 0, "at": ANYWHERE})
         else:
             inject_fault(kind, disconnect=self.disconnect)
 
@@ -92,9 +91,9 @@ class FaultInjector:
         """Return a share's samples with one lost or duplicated, which the audit must detect."""
         # A share must keep at least one sample. If it has only one, the fault is deferred to the
         # next share.
-        if not self.planned or len(indices) < 2:
+        if not self._planned or len(indices) < 2:
             return indices
-        for fault in list(self.planned):
+        for fault in list(self._planned):
             if fault["kind"] == "lose_sample" and self._fires(fault, rank, step):
                 indices = indices[1:]
             elif fault["kind"] == "repeat_sample" and self._fires(fault, rank, step):
@@ -103,17 +102,17 @@ class FaultInjector:
 
     def corrupt_weights(self, model: Any, *, rank: int, step: int) -> None:
         """Change one weight on this rank only, as a faulty exchange would (``diverge``)."""
-        if not self.planned:
+        if not self._planned:
             return
-        for fault in list(self.planned):
+        for fault in list(self._planned):
             if fault["kind"] == "diverge" and self._fires(fault, rank, step):
                 next(model.parameters()).data.view(-1)[0] += DIVERGENCE
 
     def corrupts_loss(self, *, rank: int, step: int) -> bool:
         """Return True if this rank's share of the loss should become NaN (``check_loss``)."""
-        if not self.planned:
+        if not self._planned:
             return False
-        due = [f for f in self.planned if f["kind"] == "nan_loss"]
+        due = [f for f in self._planned if f["kind"] == "nan_loss"]
         # Use a list and not a generator, because all due faults must fire, not only the first one.
         return any([self._fires(fault, rank, step) for fault in due])
 
@@ -121,7 +120,7 @@ class FaultInjector:
         # A later step counts, too, because the rank may not have taken part in the planned step.
         is_due = fault["rank"] in (None, rank) and fault["step"] <= step
         if is_due:
-            self.planned.remove(fault)
+            self._planned.remove(fault)
             # Report the fault before it happens, because the process may not survive it. Without
             # the report, the fault would fire again in the replacement trainer.
             if "id" in fault:

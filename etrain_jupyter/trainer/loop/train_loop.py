@@ -435,10 +435,8 @@ class SampleShares:
                 indices = samples[part.samples.start : part.samples.stop]
                 # Seeded by the step and the shard or rank, not by the fetching process, so that a
                 # step repeated after a fault gets the same random augmentations.
-                if (faults := self._places.faults).planned:
-                    indices = faults.corrupt_indices(indices, rank=group.rank, step=step)
                 yield Share(
-                    indices,
+                    self._places.faults.corrupt_indices(indices, rank=group.rank, step=step),
                     seed_of(state.config.seed, "train", step, part.stream, part.number),
                     job_seed=state.config.seed,
                     epoch=span.epoch,

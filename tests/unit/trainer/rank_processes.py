@@ -183,7 +183,6 @@ class _Lost(FaultInjector):
 
     def __init__(self, group: RankGroup, until: int, place: str) -> None:
         super().__init__([], lambda _: None)
-        self.planned = [{"kind": "", "at": "nowhere"}]  # without any, no place is reported
         self._group, self._until, self._place = group, until, place
         self._num_batches = 0
 
@@ -201,7 +200,6 @@ class _ToldInEval(FaultInjector):
 
     def __init__(self, pending: threading.Event) -> None:
         super().__init__([], lambda _: None)
-        self.planned = [{"kind": "", "at": "nowhere"}]  # without any, no place is reported
         self._pending, self._num_batches = pending, 0
 
     def at(self, place: str, *, rank: int, step: int) -> None:

@@ -202,7 +202,6 @@ class AtPlaces(FaultInjector):
 
     def __init__(self, place: str = "", act=lambda: None) -> None:
         super().__init__([], lambda _: None)
-        self.planned = [{"kind": "", "at": "nowhere"}]  # without any, no place is reported
         self.places: list[tuple[str, int]] = []
         self.place, self.act = place, act
 
